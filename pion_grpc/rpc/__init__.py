@@ -1,0 +1,1 @@
+"""gRPC services: the only place that builds protobuf messages or names a gRPC status code."""
