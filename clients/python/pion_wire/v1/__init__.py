@@ -1,0 +1,1 @@
+"""Generated from protos/pion/v1; `make proto` writes everything here but this line."""
