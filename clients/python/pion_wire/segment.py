@@ -1,0 +1,211 @@
+"""The file of a sealed prefix: a safetensors file, header first, that says everything about itself.
+
+::
+
+    u64     length of the header, little-endian
+    header  JSON, padded with spaces so that the data begins at a multiple of 8
+    data    k.<slot>, v.<slot>     [rows, heads, head_dim]   in order of slots, K before V
+            (codecs other than raw: their arrays, k.<slot>.codes, k.<slot>.scales, …)
+            part.<i>               U8 [bytes]                in the order of `parts`
+            token_ids              U32 [tokens]              all tokens, those of parents included
+            crc32c                 U32 [pages]               of each 256 KiB of the data before it
+
+Metadata (`__metadata__`, texts): `format` "pion-segment/1", `model_id`, `layout` (JSON), `base` (rows
+that belong to the parent; the tensors hold the rows after them), `parent` (its namespace), `parts`
+(JSON). There is no dead byte between tensors or behind them, because safetensors refuses those.
+
+Knows bytes only; the server writes and reads them through its storage layer, the client exports and
+imports the same format.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from crc32c import crc32c
+
+from pion_wire import limits
+from pion_wire.layout import Layout, PartInfo, shape_bytes
+
+FORMAT = "pion-segment/1"
+HEADER_BYTES_MAX = 8 << 20
+
+
+class SegmentError(ValueError):
+    """The bytes are not a segment, or not one of a version that can be read."""
+
+
+class ArrayEntry(NamedTuple):
+    """One array of a segment: where it lies, counted from the start of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Where everything in a segment lies; derived from what a Store declares before its first row."""
+
+    layout: Layout
+    row_counts: tuple[int, ...]
+    """Rows of each tensor of the layout in this file."""
+    token_count: int
+    """Token ids in this file: those of all rows of the chain; 0 if there are none."""
+    model_id: str
+    base: int = 0
+    parent: str = ""
+    parts: tuple[PartInfo, ...] = ()
+
+    def entries(self) -> Iterator[ArrayEntry]:
+        """Yields the arrays in file order, the checksums last."""
+        position = 0
+
+        def entry(name: str, dtype: str, shape: tuple[int, ...]) -> ArrayEntry:
+            nonlocal position
+            begin, position = position, position + shape_bytes(dtype, shape)
+            return ArrayEntry(name, dtype, shape, begin, position)
+
+        for tensor, rows in zip(self.layout.tensors, self.row_counts, strict=True):
+            for array in tensor.arrays:
+                yield entry(tensor.name + array.suffix, array.dtype, (rows, *array.row_shape))
+        for index, part in enumerate(self.parts):
+            yield entry(f"part.{index}", "U8", (part.size_bytes,))
+        yield entry("token_ids", "U32", (self.token_count,))
+        yield entry("crc32c", "U32", (page_count(position),))
+
+    def header(self) -> bytes:
+        """Returns everything before the data."""
+        metadata = {
+            "format": FORMAT,
+            "model_id": self.model_id,
+            "layout": self.layout.to_json(),
+            "base": str(self.base),
+            "parent": self.parent,
+            "parts": json.dumps([list(part) for part in self.parts]),
+        }
+        table: dict[str, object] = {"__metadata__": metadata}
+        for entry in self.entries():
+            table[entry.name] = {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "data_offsets": [entry.begin, entry.end],
+            }
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What the header of a segment says."""
+
+    segment: SegmentLayout
+    data_offset: int
+    """Where the data begins in the file."""
+    arrays: dict[str, ArrayEntry]
+    """The arrays by name."""
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes of data that the page checksums cover."""
+        return self.arrays["crc32c"].begin
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.data_offset + self.arrays["crc32c"].end
+
+
+def page_count(data_bytes: int) -> int:
+    """Returns the number of checksums that `data_bytes` of data have."""
+    return -(-data_bytes // limits.PAGE_BYTES)
+
+
+def header_length(first_bytes: bytes) -> int:
+    """Returns the length of the JSON from the first 8 bytes of a file.
+
+    Raises:
+        SegmentError: too short, or an absurd length.
+    """
+    if len(first_bytes) < 8:
+        raise SegmentError("shorter than a safetensors header")
+    (length,) = struct.unpack("<Q", first_bytes[:8])
+    if not 2 <= length <= HEADER_BYTES_MAX:
+        raise SegmentError(f"a header of {length} bytes is absurd")
+    return int(length)
+
+
+def parse_header(text: bytes) -> SegmentHeader:
+    """Takes the JSON of a header apart, and checks it against what it describes.
+
+    Raises:
+        SegmentError: not a segment, another version, or offsets that contradict its layout.
+    """
+    try:
+        table = json.loads(text)
+        metadata = table.pop("__metadata__")
+        form = metadata["format"]
+        if form != FORMAT:
+            raise SegmentError(f"format {form!r} is not {FORMAT!r}: another release wrote it")
+        arrays = {
+            name: ArrayEntry(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in table.items()
+        }
+        layout = Layout.from_json(metadata["layout"])
+        segment = SegmentLayout(
+            layout=layout,
+            row_counts=tuple(
+                arrays[tensor.name + tensor.arrays[0].suffix].shape[0] for tensor in layout.tensors
+            ),
+            token_count=arrays["token_ids"].shape[0],
+            model_id=metadata["model_id"],
+            base=int(metadata["base"]),
+            parent=metadata["parent"],
+            parts=tuple(PartInfo(*part) for part in json.loads(metadata["parts"])),
+        )
+        expected = {entry.name: entry for entry in segment.entries()}
+    except SegmentError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise SegmentError(f"not a segment: {error!r}") from error
+    if arrays != expected:
+        raise SegmentError("the offsets of the arrays contradict the layout")
+    return SegmentHeader(segment, 8 + len(text), arrays)
+
+
+class PageChecksums:
+    """Computes the checksum of every page as bytes arrive."""
+
+    __slots__ = ("_checksum", "_filled", "_finished")
+
+    def __init__(self) -> None:
+        self._finished: list[int] = []
+        self._checksum = 0
+        self._filled = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Takes the next bytes of the data."""
+        view = memoryview(data)
+        while len(view):
+            piece = view[: limits.PAGE_BYTES - self._filled]
+            self._checksum = crc32c(piece, self._checksum)
+            self._filled += len(piece)
+            view = view[len(piece) :]
+            if self._filled == limits.PAGE_BYTES:
+                self._close_page()
+
+    def finish(self) -> bytes:
+        """Returns the checksums of all pages, u32 LE; a short last page has one too."""
+        if self._filled:
+            self._close_page()
+        return np.array(self._finished, dtype="<u4").tobytes()
+
+    def _close_page(self) -> None:
+        self._finished.append(self._checksum)
+        self._checksum = self._filled = 0
