@@ -1,0 +1,134 @@
+"""Every error of the domain, one small class each.
+
+An error is raised where it is detected and translated once per transport by a table (`rpc/errors.py`);
+it is never logged *and* raised. `reason` is the name in `error_reason.proto`, `metadata` what a program
+may want to know, the message what a person should read: what is wrong and, where it helps, what to do.
+"""
+
+from typing import ClassVar
+
+
+class PionError(Exception):
+    """Base of what crosses the wire."""
+
+    reason: ClassVar[str] = "INTERNAL"
+    retry_after_ms: ClassVar[int] = 0
+    """Above 0 where waiting so long may help."""
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidRequest(PionError):
+    """A field is missing, malformed, too large or contradicts another."""
+
+    reason = "INVALID"
+
+    def __init__(self, field: str, message: str, **metadata: object) -> None:
+        super().__init__(f"{field}: {message}", field=field, **metadata)
+        self.field = field
+
+
+class ChecksumMismatch(PionError):
+    """The bytes received are not those that were sent."""
+
+    reason = "CHECKSUM"
+
+
+class RowsOutOfRange(PionError):
+    """Rows were asked for that the prefix does not have."""
+
+    reason = "ROWS"
+
+
+class LayoutDiffers(PionError):
+    """The stored layout is another than the request's."""
+
+    reason = "LAYOUT"
+
+
+class GenerationDiffers(PionError):
+    """The rows have changed since the generation that the request names."""
+
+    reason = "GENERATION"
+
+
+class OtherContent(PionError):
+    """The namespace holds other tokens, or belongs to another model."""
+
+    reason = "OTHER_CONTENT"
+
+
+class NotStored(PionError):
+    """A namespace that the request needs is not stored."""
+
+    reason = "NOT_STORED"
+
+
+class Evicted(PionError):
+    """It was stored, and went before the call could be answered."""
+
+    reason = "EVICTED"
+
+
+class Conflict(PionError):
+    """Another Store of the same namespace was published first."""
+
+    reason = "CONFLICT"
+
+
+class OverBudget(PionError):
+    """It would not fit into the server's budget."""
+
+    reason = "BUDGET"
+    retry_after_ms = 1_000
+
+
+class OverQuota(PionError):
+    """It would not fit into the tenant's quota."""
+
+    reason = "QUOTA"
+
+
+class DiskFull(PionError):
+    """The file system is full."""
+
+    reason = "DISK_FULL"
+    retry_after_ms = 10_000
+
+
+class TooManyStreams(PionError):
+    """All stream permits are taken."""
+
+    reason = "TOO_MANY_STREAMS"
+    retry_after_ms = 200
+
+
+class NoBackend(PionError):
+    """This server cannot do that."""
+
+    reason = "NO_BACKEND"
+
+
+class Draining(PionError):
+    """The server is shutting down."""
+
+    reason = "DRAINING"
+    retry_after_ms = 1_000
+
+
+class Corrupt(PionError):
+    """A stored page does not have its checksum, or is not there at all."""
+
+    reason = "CORRUPT"
+
+
+class NotAuthenticated(PionError):
+    """No credentials, or unknown ones."""
+
+    reason = "NOT_AUTHENTICATED"
+
+
+class CannotStart(Exception):
+    """The server refuses to start; the message says why and what to do. Never crosses the wire."""

@@ -1,0 +1,667 @@
+"""The catalogue: what is stored, in one SQLite database that arbitrates between threads and processes.
+
+A commit is the moment at which a write is acknowledged; opening the database is the recovery. The
+rules of the domain run in `core` between the calls of one `Transaction`; this module knows tables,
+keys and bytes, and keeps three promises of its own:
+
+* every write transaction is `BEGIN IMMEDIATE`, and every result is read to its end before anything
+  else happens: deferred ones fail when they meet, and a half-read cursor keeps the log from shrinking;
+* what lies on disk is counted by triggers, in the transaction that changes it;
+* `apsw.Error` does not leave it: a full disk is `DiskFull`, anything else a programmer's error.
+"""
+
+import contextlib
+import queue
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import apsw
+
+from pion_grpc.errors import CannotStart, DiskFull
+from pion_grpc.storage.files import Files
+
+APPLICATION_ID = 0x50494F4E  # "PION"
+SCHEMA_VERSION = 1
+SQLITE_OLDEST = (3, 51, 3)
+"""Earlier ones can lose a committed transaction when a WAL is reset under several connections."""
+BUSY_MS = 60_000
+EQUALS_MAX = 64
+"""Equal prefixes among which the most recently used is chosen; the newest ones are looked at."""
+GARBAGE = "#garbage"
+"""Pseudo tenant in `usage` for files that are about to be removed."""
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE layout (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
+CREATE TABLE prefix (
+  id          INTEGER PRIMARY KEY AUTOINCREMENT,
+  tenant      TEXT NOT NULL,
+  namespace   TEXT NOT NULL,
+  state       TEXT NOT NULL CHECK (state IN ('open', 'registered', 'live', 'sealed')),
+  visible     INTEGER NOT NULL,
+  owner       TEXT,                       -- instance that stores it, while open
+  model_id    TEXT NOT NULL,
+  fidelity    TEXT NOT NULL,
+  layout      INTEGER NOT NULL REFERENCES layout (id),
+  row_counts  TEXT NOT NULL DEFAULT '',   -- live: rows of each tensor, JSON; else token_count - base
+  token_count INTEGER NOT NULL,           -- rows of the whole chain
+  base        INTEGER NOT NULL DEFAULT 0, -- rows that belong to the parent
+  parent      INTEGER REFERENCES prefix (id),
+  depth       INTEGER NOT NULL DEFAULT 0,
+  parts       TEXT NOT NULL DEFAULT '[]',
+  generation  INTEGER NOT NULL,
+  file        TEXT,                       -- the segment, relative to the directory
+  disk_bytes  INTEGER NOT NULL,           -- segment and row files; while open, the reservation
+  durability  TEXT NOT NULL,
+  boot        TEXT,                       -- boot under which it was written unsynced; NULL: on disk
+  created_unix_ms INTEGER NOT NULL,
+  last_use    INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX prefix_name ON prefix (tenant, namespace) WHERE visible;
+CREATE INDEX prefix_parent ON prefix (parent) WHERE parent IS NOT NULL;
+CREATE INDEX prefix_use ON prefix (last_use);
+CREATE INDEX prefix_owner ON prefix (owner) WHERE owner IS NOT NULL;
+CREATE INDEX prefix_hidden ON prefix (id) WHERE NOT visible AND state != 'open';
+CREATE TABLE tokens (prefix INTEGER PRIMARY KEY REFERENCES prefix (id), token_ids BLOB NOT NULL);
+CREATE TABLE node (
+  parent BLOB NOT NULL, tokens BLOB NOT NULL, prefix INTEGER NOT NULL REFERENCES prefix (id),
+  PRIMARY KEY (parent, tokens, prefix)
+) WITHOUT ROWID;
+CREATE TABLE block_table (
+  prefix INTEGER PRIMARY KEY REFERENCES prefix (id), block_tokens INTEGER NOT NULL, hashes BLOB NOT NULL
+);
+CREATE TABLE extent (
+  prefix INTEGER NOT NULL REFERENCES prefix (id), tensor INTEGER NOT NULL, serial INTEGER NOT NULL,
+  first_row INTEGER NOT NULL, row_count INTEGER NOT NULL,
+  file TEXT NOT NULL, offset INTEGER NOT NULL, checksums BLOB NOT NULL,
+  PRIMARY KEY (prefix, tensor, serial)
+) WITHOUT ROWID;
+CREATE TABLE lease (
+  id BLOB PRIMARY KEY, prefix INTEGER NOT NULL REFERENCES prefix (id), expires_unix_ms INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX lease_prefix ON lease (prefix);
+CREATE TABLE reservation (
+  id INTEGER PRIMARY KEY, owner TEXT NOT NULL, tenant TEXT NOT NULL, prefix INTEGER NOT NULL,
+  bytes INTEGER NOT NULL
+);
+CREATE TABLE garbage (file TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE usage (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+
+CREATE TRIGGER prefix_added AFTER INSERT ON prefix BEGIN
+  INSERT INTO usage VALUES (NEW.tenant, NEW.disk_bytes)
+    ON CONFLICT DO UPDATE SET bytes = bytes + NEW.disk_bytes;
+END;
+CREATE TRIGGER prefix_resized AFTER UPDATE OF disk_bytes ON prefix BEGIN
+  UPDATE usage SET bytes = bytes + NEW.disk_bytes - OLD.disk_bytes WHERE tenant = NEW.tenant;
+END;
+CREATE TRIGGER prefix_removed AFTER DELETE ON prefix BEGIN
+  UPDATE usage SET bytes = bytes - OLD.disk_bytes WHERE tenant = OLD.tenant;
+END;
+CREATE TRIGGER reservation_added AFTER INSERT ON reservation BEGIN
+  INSERT INTO usage VALUES (NEW.tenant, NEW.bytes) ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes;
+END;
+CREATE TRIGGER reservation_removed AFTER DELETE ON reservation BEGIN
+  UPDATE usage SET bytes = bytes - OLD.bytes WHERE tenant = OLD.tenant;
+END;
+CREATE TRIGGER garbage_added AFTER INSERT ON garbage BEGIN
+  INSERT INTO usage VALUES ('#garbage', NEW.bytes) ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes;
+END;
+CREATE TRIGGER garbage_removed AFTER DELETE ON garbage BEGIN
+  UPDATE usage SET bytes = bytes - OLD.bytes WHERE tenant = '#garbage';
+END;
+"""
+
+
+class PrefixRow(NamedTuple):
+    """One prefix as the catalogue has it."""
+
+    id: int
+    tenant: str
+    namespace: str
+    state: str
+    visible: bool
+    owner: str | None
+    model_id: str
+    fidelity: str
+    layout: str
+    row_counts: str
+    token_count: int
+    base: int
+    parent: int | None
+    depth: int
+    parts: str
+    generation: int
+    file: str | None
+    disk_bytes: int
+    durability: str
+    boot: str | None
+    created_unix_ms: int
+    last_use: int
+
+
+class NewPrefix(NamedTuple):
+    """What is known of a prefix before its first row is written."""
+
+    tenant: str
+    namespace: str
+    state: str
+    visible: bool
+    owner: str | None
+    model_id: str
+    fidelity: str
+    layout: str
+    token_count: int
+    base: int
+    parent: int | None
+    depth: int
+    parts: str
+    disk_bytes: int
+    durability: str
+
+
+class ExtentRow(NamedTuple):
+    """Rows of one tensor of a live prefix in a row file; a later serial supersedes."""
+
+    tensor: int
+    serial: int
+    first_row: int
+    row_count: int
+    file: str
+    offset: int
+    checksums: bytes
+
+
+class BlockTableRow(NamedTuple):
+    """The caller's hashes of one prefix."""
+
+    block_tokens: int
+    hashes: bytes
+
+
+class Totals(NamedTuple):
+    """What the catalogue counts."""
+
+    prefixes: int
+    rows: int
+    bytes: int
+
+
+_COLUMNS = ", ".join(
+    "(SELECT text FROM layout WHERE layout.id = prefix.layout)" if field == "layout" else field
+    for field in PrefixRow._fields
+)
+
+
+class Catalog:
+    """The database, with a pool of connections; safe to use from many threads."""
+
+    def __init__(self, path: Path, files: Files | None = None) -> None:
+        version = tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
+        if version < SQLITE_OLDEST:
+            raise CannotStart(f"SQLite {apsw.sqlite_lib_version()} is too old: upgrade apsw")
+        self._path = path
+        self._vfs = (files or Files()).vfs
+        self._idle: queue.LifoQueue[apsw.Connection] = queue.LifoQueue()
+        try:
+            self._prepare()
+        except (apsw.CorruptError, apsw.NotADBError) as error:
+            raise CannotStart(
+                f"{path} is damaged ({error}): move it away to start empty; the segments beside it "
+                "can be imported again"
+            ) from error
+        except apsw.Error as error:
+            raise CannotStart(f"cannot open {path}: {error}") from error
+
+    def close(self) -> None:
+        """Closes every idle connection; the last one folds the log into the database."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().close()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator["Transaction"]:
+        """A consistent view of the catalogue; nothing may be written."""
+        with self._connection() as connection:
+            connection.execute("BEGIN")
+            try:
+                yield Transaction(connection)
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def write(self, *, on_disk: bool = False) -> Iterator["Transaction"]:
+        """A write transaction: committed as a whole at the end, or not at all.
+
+        With `on_disk` the commit is on stable storage when it returns, and every earlier one too.
+
+        Raises:
+            DiskFull: the database cannot grow.
+        """
+        try:
+            with self._connection() as connection:
+                connection.execute("PRAGMA synchronous = " + ("FULL" if on_disk else "NORMAL"))
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    yield Transaction(connection)
+                    connection.execute("COMMIT")
+                finally:
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+        except (apsw.FullError, apsw.IOError) as error:
+            raise DiskFull(f"the catalogue cannot be written: {error}") from error
+
+    def checkpoint(self) -> None:
+        """Folds the log into the database and truncates it, if nobody is reading it."""
+        with self._connection() as connection, contextlib.suppress(apsw.BusyError):
+            connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[apsw.Connection]:
+        try:
+            connection = self._idle.get_nowait()
+        except queue.Empty:
+            connection = self._connect()
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.put(connection)
+
+    def _connect(self) -> apsw.Connection:
+        connection = apsw.Connection(str(self._path), vfs=self._vfs)
+        connection.set_busy_timeout(BUSY_MS)
+        for pragma in (
+            "journal_mode = WAL",
+            "synchronous = NORMAL",
+            "fullfsync = 1",
+            f"journal_size_limit = {16 << 20}",
+            "wal_autocheckpoint = 500",
+            "foreign_keys = OFF",  # references document; `core` removes in the right order
+            "temp_store = MEMORY",
+        ):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+        return connection
+
+    def _prepare(self) -> None:
+        with self._connection() as connection:
+            application = connection.pragma("application_id")
+            version = connection.pragma("user_version")
+            if application not in (0, APPLICATION_ID):
+                raise CannotStart(f"{self._path} belongs to another program: choose another --data")
+            if version > SCHEMA_VERSION:
+                raise CannotStart(
+                    f"{self._path} has catalogue version {version}, written by a newer release; this "
+                    f"one reads up to {SCHEMA_VERSION}: upgrade pion-grpc, or choose another --data"
+                )
+            if version == SCHEMA_VERSION:
+                return
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                # Another process may have been quicker.
+                if connection.pragma("user_version") < SCHEMA_VERSION:
+                    self._migrate(connection, connection.pragma("user_version"))
+                connection.execute("COMMIT")
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    def _migrate(self, connection: apsw.Connection, version: int) -> None:
+        if version > 0:  # version 0 is an empty database: nothing to lose, nothing to copy
+            shutil.copy2(self._path, f"{self._path}.v{version}")
+        for script in _MIGRATIONS[version:]:
+            connection.execute(script)
+        connection.execute("INSERT OR IGNORE INTO meta VALUES ('clock', 0), ('generation', 0)")
+        connection.pragma("application_id", APPLICATION_ID)
+        connection.pragma("user_version", SCHEMA_VERSION)
+
+
+_MIGRATIONS = (_SCHEMA,)
+"""Script i brings version i to i + 1."""
+
+
+class Transaction:
+    """Reads and writes of one transaction, in terms of prefixes, extents and bytes."""
+
+    def __init__(self, connection: apsw.Connection) -> None:
+        self._connection = connection
+
+    # -- prefixes
+
+    def by_name(self, tenant: str, namespace: str) -> PrefixRow | None:
+        """Returns the visible prefix of that name."""
+        return self._prefix("visible AND tenant = ? AND namespace = ?", (tenant, namespace))
+
+    def by_id(self, prefix: int) -> PrefixRow | None:
+        """Returns a prefix, visible or not."""
+        return self._prefix("id = ?", (prefix,))
+
+    def by_lease(self, lease: bytes, now_unix_ms: int) -> PrefixRow | None:
+        """Returns what an unexpired lease keeps readable."""
+        return self._prefix(
+            "id = (SELECT prefix FROM lease WHERE id = ? AND expires_unix_ms > ?)",
+            (lease, now_unix_ms),
+        )
+
+    def chain(self, prefix: PrefixRow) -> list[PrefixRow]:
+        """Returns a prefix and its parents, the root first."""
+        rows = [prefix]
+        while rows[-1].parent is not None:
+            parent = self.by_id(rows[-1].parent)
+            assert parent is not None, "a parent outlives its children"
+            rows.append(parent)
+        return rows[::-1]
+
+    def children(self, prefix: int) -> list[PrefixRow]:
+        """Returns the prefixes that extend this one, open and hidden ones included."""
+        return self._prefixes("parent = ? ORDER BY id", (prefix,))
+
+    def page(self, tenant: str, prefix: str, after: str, count: int) -> list[PrefixRow]:
+        """Returns visible prefixes whose names begin with `prefix` and follow `after`, by name."""
+        return self._prefixes(
+            "visible AND tenant = ? AND namespace > ? AND substr(namespace, 1, ?) = ?"
+            " ORDER BY namespace LIMIT ?",
+            (tenant, after, len(prefix), prefix, count),
+        )
+
+    def live(self, tenant: str | None = None) -> list[PrefixRow]:
+        """Returns the live prefixes, of one tenant or of all."""
+        if tenant is None:
+            return self._prefixes("visible AND state = 'live' ORDER BY id", ())
+        return self._prefixes("visible AND state = 'live' AND tenant = ? ORDER BY id", (tenant,))
+
+    def unsynced(self) -> list[PrefixRow]:
+        """Returns what would not survive a power cut."""
+        return self._prefixes("boot IS NOT NULL AND state IN ('live', 'sealed')", ())
+
+    def hidden(self) -> list[PrefixRow]:
+        """Returns dropped prefixes that something still kept when they were dropped."""
+        return self._prefixes("NOT visible AND state != 'open' ORDER BY id DESC", ())
+
+    def open_of(self, owner: str) -> list[PrefixRow]:
+        """Returns the prefixes that an instance was storing."""
+        return self._prefixes("owner = ?", (owner,))
+
+    def owners(self) -> set[str]:
+        """Returns the instances that hold open prefixes or reservations."""
+        rows = self._all(
+            "SELECT owner FROM prefix WHERE owner IS NOT NULL UNION SELECT owner FROM reservation",
+            (),
+        )
+        return {row[0] for row in rows}
+
+    def insert(self, new: NewPrefix) -> int:
+        """Adds a prefix and returns its id."""
+        layout = self._layout(new.layout)
+        values = new._replace(layout=layout)  # type: ignore[arg-type]
+        self._run(
+            f"INSERT INTO prefix ({', '.join(NewPrefix._fields)}, generation, created_unix_ms,"
+            f" last_use) VALUES ({', '.join('?' * len(values))}, ?, ?, ?)",
+            (*values, self._next("generation"), unix_ms(), self._next("clock")),
+        )
+        return self._connection.last_insert_rowid()
+
+    def update(self, prefix: int, **columns: Any) -> None:
+        """Sets columns of a prefix."""
+        if "layout" in columns:
+            columns["layout"] = self._layout(columns["layout"])
+        self._run(
+            f"UPDATE prefix SET {', '.join(f'{name} = ?' for name in columns)} WHERE id = ?",
+            (*columns.values(), prefix),
+        )
+
+    def new_generation(self, prefix: int) -> int:
+        """Gives a prefix the next generation."""
+        generation = self._next("generation")
+        self.update(prefix, generation=generation)
+        return generation
+
+    def delete(self, prefix: int) -> list[str]:
+        """Removes a prefix and all that belongs to it; returns the files that nobody names any more.
+
+        They are in the garbage table until `forget_garbage` says that they are gone.
+        """
+        segment = self._all("SELECT file FROM prefix WHERE id = ? AND file IS NOT NULL", (prefix,))
+        rows = self._all("SELECT DISTINCT file FROM extent WHERE prefix = ?", (prefix,))
+        files = [row[0] for row in segment + rows]
+        (disk_bytes,) = self._all("SELECT disk_bytes FROM prefix WHERE id = ?", (prefix,))[0]
+        for table in ("tokens", "block_table", "extent", "lease", "reservation"):
+            self._run(f"DELETE FROM {table} WHERE prefix = ?", (prefix,))
+        self._run("DELETE FROM prefix WHERE id = ?", (prefix,))
+        # The bytes are counted with the first file: the others are empty of meaning to the budget.
+        for index, file in enumerate(files):
+            self.add_garbage(file, 0 if index else disk_bytes)
+        return files
+
+    def victim(self, now_unix_ms: int, tenant: str | None) -> PrefixRow | None:
+        """Returns the least recently used prefix that may go: no child, no lease, not open."""
+        condition, values = ("AND tenant = ?", (tenant,)) if tenant is not None else ("", ())
+        return self._prefix(
+            f"state != 'open' {condition}"
+            " AND NOT EXISTS (SELECT 1 FROM prefix AS child WHERE child.parent = prefix.id)"
+            " AND NOT EXISTS (SELECT 1 FROM lease WHERE lease.prefix = prefix.id"
+            " AND expires_unix_ms > ?)"
+            " AND NOT EXISTS (SELECT 1 FROM reservation WHERE reservation.prefix = prefix.id)"
+            " AND disk_bytes > 0 ORDER BY last_use LIMIT 1",
+            (*values, now_unix_ms),
+        )
+
+    def stamp(self, uses: Iterable[int]) -> None:
+        """Records uses, the earliest first, each of a prefix and its whole chain."""
+        for prefix in uses:
+            clock = self._next("clock")
+            self._run(
+                "WITH RECURSIVE up (id) AS (VALUES (?) UNION ALL SELECT parent FROM prefix JOIN up"
+                " USING (id) WHERE parent IS NOT NULL)"
+                " UPDATE prefix SET last_use = ? WHERE id IN (SELECT id FROM up)",
+                (prefix, clock),
+            )
+
+    # -- tokens and the match index
+
+    def token_ids(self, prefix: int) -> bytes:
+        """Returns the token ids of a prefix, those of its parents included; empty if it has none."""
+        rows = self._all("SELECT token_ids FROM tokens WHERE prefix = ?", (prefix,))
+        return bytes(rows[0][0]) if rows else b""
+
+    def set_token_ids(self, prefix: int, token_ids: bytes) -> None:
+        """Sets the token ids of a prefix; none forgets them."""
+        if token_ids:
+            self._run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", (prefix, token_ids))
+        else:
+            self._run("DELETE FROM tokens WHERE prefix = ?", (prefix,))
+
+    def add_nodes(self, prefix: int, nodes: Iterable[tuple[bytes, bytes]]) -> None:
+        """Adds (parent, tokens) entries of a prefix to the match index; twice is once."""
+        self._connection.executemany(
+            "INSERT OR IGNORE INTO node VALUES (?, ?, ?)", ((*node, prefix) for node in nodes)
+        )
+
+    def remove_nodes(self, prefix: int, nodes: Iterable[tuple[bytes, bytes]]) -> None:
+        """Removes entries of a prefix from the match index, where they are there."""
+        self._connection.executemany(
+            "DELETE FROM node WHERE parent = ? AND tokens = ? AND prefix = ?",
+            ((*node, prefix) for node in nodes),
+        )
+
+    def has_node(self, parent: bytes, tokens: bytes) -> bool:
+        """Says whether any prefix has this entry."""
+        return bool(
+            self._all(
+                "SELECT 1 FROM node WHERE parent = ? AND tokens = ? LIMIT 1", (parent, tokens)
+            )
+        )
+
+    def neighbours(self, parent: bytes, tokens: bytes) -> list[bytes]:
+        """Returns the entries under `parent` just before and just after `tokens`, itself included."""
+        after = self._all(
+            "SELECT tokens FROM node WHERE parent = ? AND tokens >= ? ORDER BY tokens LIMIT 1",
+            (parent, tokens),
+        )
+        before = self._all(
+            "SELECT tokens FROM node WHERE parent = ? AND tokens < ? ORDER BY tokens DESC LIMIT 1",
+            (parent, tokens),
+        )
+        return [bytes(row[0]) for row in after + before]
+
+    def most_recent(self, parent: bytes, tokens: bytes) -> PrefixRow | None:
+        """Returns the most recently used of the newest prefixes that have this entry."""
+        return self._prefix(
+            "id IN (SELECT prefix FROM node WHERE parent = ? AND tokens = ?"
+            f" ORDER BY prefix DESC LIMIT {EQUALS_MAX}) ORDER BY last_use DESC LIMIT 1",
+            (parent, tokens),
+        )
+
+    def block_table(self, prefix: int) -> BlockTableRow | None:
+        """Returns the caller's hashes of a prefix."""
+        rows = self._all("SELECT block_tokens, hashes FROM block_table WHERE prefix = ?", (prefix,))
+        return BlockTableRow(*rows[0]) if rows else None
+
+    def set_block_table(self, prefix: int, table: BlockTableRow) -> None:
+        """Sets the caller's hashes of a prefix."""
+        self._run("INSERT OR REPLACE INTO block_table VALUES (?, ?, ?)", (prefix, *table))
+
+    # -- rows of live prefixes
+
+    def extents(self, prefix: int) -> list[ExtentRow]:
+        """Returns the extents of a live prefix, by tensor, in order of writing."""
+        rows = self._all(
+            "SELECT tensor, serial, first_row, row_count, file, offset, checksums FROM extent"
+            " WHERE prefix = ? ORDER BY tensor, serial",
+            (prefix,),
+        )
+        return [ExtentRow(*row) for row in rows]
+
+    def add_extent(self, prefix: int, extent: ExtentRow) -> None:
+        """Adds an extent; its serial is chosen here, after all others of its tensor."""
+        self._run(
+            "INSERT INTO extent SELECT ?, ?, coalesce(max(serial), 0) + 1, ?, ?, ?, ?, ? FROM extent"
+            " WHERE prefix = ? AND tensor = ?",
+            (prefix, extent.tensor, *extent[2:], prefix, extent.tensor),
+        )
+
+    def replace_extents(self, prefix: int, extents: Iterable[ExtentRow]) -> None:
+        """Sets the extents of a prefix anew."""
+        self._run("DELETE FROM extent WHERE prefix = ?", (prefix,))
+        self._connection.executemany(
+            "INSERT INTO extent VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            ((prefix, *extent) for extent in extents),
+        )
+
+    # -- leases, reservations, garbage, usage
+
+    def add_lease(self, lease: bytes, prefix: int, expires_unix_ms: int) -> None:
+        """Keeps a prefix readable until then."""
+        self._run("INSERT INTO lease VALUES (?, ?, ?)", (lease, prefix, expires_unix_ms))
+
+    def end_leases(self, now_unix_ms: int) -> int:
+        """Removes expired leases and returns how many."""
+        self._run("DELETE FROM lease WHERE expires_unix_ms <= ?", (now_unix_ms,))
+        return self._connection.changes()
+
+    def is_leased(self, prefix: int, now_unix_ms: int) -> bool:
+        """Says whether a lease keeps a prefix."""
+        return bool(
+            self._all(
+                "SELECT 1 FROM lease WHERE prefix = ? AND expires_unix_ms > ? LIMIT 1",
+                (prefix, now_unix_ms),
+            )
+        )
+
+    def reserve(self, owner: str, tenant: str, prefix: int, size: int) -> int:
+        """Counts bytes that are about to be written to a live prefix; returns the reservation."""
+        self._run(
+            "INSERT INTO reservation (owner, tenant, prefix, bytes) VALUES (?, ?, ?, ?)",
+            (owner, tenant, prefix, size),
+        )
+        return self._connection.last_insert_rowid()
+
+    def is_reserved(self, prefix: int) -> bool:
+        """Says whether somebody is writing to a live prefix."""
+        return bool(self._all("SELECT 1 FROM reservation WHERE prefix = ? LIMIT 1", (prefix,)))
+
+    def release(self, reservation: int) -> bool:
+        """Ends a reservation; says whether it was still there."""
+        self._run("DELETE FROM reservation WHERE id = ?", (reservation,))
+        return self._connection.changes() > 0
+
+    def release_all(self, owner: str) -> None:
+        """Ends the reservations of an instance."""
+        self._run("DELETE FROM reservation WHERE owner = ?", (owner,))
+
+    def add_garbage(self, file: str, size: int) -> None:
+        """Counts a file that nobody names any more until it is removed."""
+        self._run("INSERT OR IGNORE INTO garbage VALUES (?, ?)", (file, size))
+
+    def garbage(self) -> list[str]:
+        """Returns the files that may be removed."""
+        return [row[0] for row in self._all("SELECT file FROM garbage", ())]
+
+    def forget_garbage(self, files: Iterable[str]) -> None:
+        """Stops counting files that have been removed."""
+        self._connection.executemany("DELETE FROM garbage WHERE file = ?", ((f,) for f in files))
+
+    def names_file(self, file: str) -> bool:
+        """Says whether anything in the catalogue names a file."""
+        return bool(
+            self._all(
+                "SELECT 1 FROM prefix WHERE file = ?1 UNION ALL SELECT 1 FROM extent WHERE file = ?1"
+                " UNION ALL SELECT 1 FROM garbage WHERE file = ?1 LIMIT 1",
+                (file,),
+            )
+        )
+
+    def usage(self, tenant: str | None = None) -> int:
+        """Returns the bytes of segments, row files and reservations, of one tenant or of all."""
+        if tenant is None:
+            return int(self._all("SELECT coalesce(sum(bytes), 0) FROM usage", ())[0][0])
+        rows = self._all("SELECT bytes FROM usage WHERE tenant = ?", (tenant,))
+        return int(rows[0][0]) if rows else 0
+
+    def totals(self, tenant: str | None = None) -> Totals:
+        """Counts visible prefixes, their own rows and their bytes."""
+        condition, values = ("AND tenant = ?", (tenant,)) if tenant is not None else ("", ())
+        row = self._all(
+            "SELECT count(*), coalesce(sum(token_count - base), 0), coalesce(sum(disk_bytes), 0)"
+            f" FROM prefix WHERE visible {condition}",
+            values,
+        )[0]
+        return Totals(*row)
+
+    # -- helpers
+
+    def _prefix(self, condition: str, values: tuple[Any, ...]) -> PrefixRow | None:
+        rows = self._prefixes(condition, values)
+        return rows[0] if rows else None
+
+    def _prefixes(self, condition: str, values: tuple[Any, ...]) -> list[PrefixRow]:
+        return [
+            PrefixRow(*row)
+            for row in self._all(f"SELECT {_COLUMNS} FROM prefix WHERE {condition}", values)
+        ]
+
+    def _layout(self, text: str) -> int:
+        self._run("INSERT OR IGNORE INTO layout (text) VALUES (?)", (text,))
+        return int(self._all("SELECT id FROM layout WHERE text = ?", (text,))[0][0])
+
+    def _next(self, counter: str) -> int:
+        return int(
+            self._all(
+                "UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", (counter,)
+            )[0][0]
+        )
+
+    def _all(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        return self._connection.execute(statement, values).fetchall()
+
+    def _run(self, statement: str, values: tuple[Any, ...]) -> None:
+        self._connection.execute(statement, values).fetchall()
+
+
+def unix_ms() -> int:
+    """Returns the time of day in milliseconds."""
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,170 @@
+"""The data directory: where things lie, and which process they belong to.
+
+::
+
+    catalog.db        what there is (SQLite, with its -wal and -shm)
+    segments/         one immutable file per sealed prefix
+    rows/             rows of live prefixes, appended
+    export/           files written for clients that want another layout
+    run/<id>.lock     held with flock for the life of the process with that instance id
+    host-token        32 random bytes that prove to a client that both see this directory
+
+Every file in `segments/` and `rows/` begins with the instance id of the process that wrote it, so what
+a dead process left behind is known by its name, and only a process that holds the dead one's lock may
+remove it. Knows no keys and no rows.
+"""
+
+import fcntl
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pion_grpc.errors import CannotStart
+
+HOST_TOKEN_BYTES = 32
+_NETWORK_FILE_SYSTEMS = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "afpfs", "webdav", "9p", "fuse.sshfs", "ceph", "afs",
+}  # fmt: skip
+
+
+class DataDirectory:
+    """One process's view of the data directory; holds its lock until closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().resolve()
+        self.segments = self.path / "segments"
+        self.rows = self.path / "rows"
+        self.run = self.path / "run"
+        self.catalog = self.path / "catalog.db"
+        try:
+            for directory in (self.path, self.segments, self.rows, self.path / "export", self.run):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotStart(f"cannot use the data directory {self.path}: {error}") from error
+        kind = file_system_type(self.path)
+        if kind in _NETWORK_FILE_SYSTEMS:
+            raise CannotStart(
+                f"{self.path} is on a network file system ({kind}); locks and mapped databases are "
+                "not safe there: choose a local directory with --data"
+            )
+        self.instance = secrets.token_hex(6)
+        # Locked before it has the name that others look for: nobody ever sees it unlocked.
+        unnamed = self.run / f"{self.instance}.new"
+        self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.run / f"{self.instance}.lock")
+        self.host_token = self._read_or_make_token()
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        (self.run / f"{self.instance}.lock").unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def live_instances(self) -> set[str]:
+        """Returns the instances that have a lock file; whoever has none is gone for certain."""
+        return {path.stem for path in self.run.glob("*.lock")}
+
+    def dead_instances(self) -> Iterator[str]:
+        """Yields the instances whose process is gone, each while its lock is held here.
+
+        The lock file goes after the caller has cleaned up, so a crash in between leaves it for the
+        next one.
+        """
+        for path in sorted(self.run.glob("*.lock")):
+            if path.stem == self.instance:
+                continue
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                continue
+            try:
+                yield path.stem
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
+
+    def files_of(self, instance: str) -> Iterator[Path]:
+        """Yields the files that an instance wrote."""
+        for directory in (self.segments, self.rows):
+            yield from directory.glob(f"{instance}-*")
+
+    def resolve(self, name: str) -> Path:
+        """Returns the path of a file that the catalogue names, such as `segments/x.safetensors`."""
+        return self.path / name
+
+    def measure(self) -> int:
+        """Returns the bytes of every file in the directory, foreign ones included."""
+        total = 0
+        for parent, _, names in os.walk(self.path):
+            for name in names:
+                try:
+                    total += (Path(parent) / name).lstat().st_size
+                except FileNotFoundError:
+                    continue
+        return total
+
+    def catalog_bytes(self) -> int:
+        """Returns the bytes of the database and its log."""
+        total = 0
+        for suffix in ("", "-wal", "-shm"):
+            try:
+                total += os.stat(f"{self.catalog}{suffix}").st_size
+            except FileNotFoundError:
+                continue
+        return total
+
+    def _read_or_make_token(self) -> bytes:
+        path = self.path / "host-token"
+        if not path.exists():
+            # Linked into place, so that of two processes one wins and nobody reads a part of it.
+            scratch = self.run / f"{self.instance}.token"
+            scratch.touch(mode=0o600)
+            scratch.write_bytes(secrets.token_bytes(HOST_TOKEN_BYTES))
+            try:
+                os.link(scratch, path)
+            except FileExistsError:
+                pass
+            finally:
+                scratch.unlink()
+        token = path.read_bytes()
+        if len(token) != HOST_TOKEN_BYTES:
+            raise CannotStart(f"{path} does not hold {HOST_TOKEN_BYTES} bytes: remove it")
+        return token
+
+
+def file_system_type(path: Path) -> str:
+    """Returns the type of the file system that holds `path`, or `unknown`."""
+    holding = [(mount, kind) for mount, kind in _mounts() if path.is_relative_to(mount)]
+    return max(holding, key=lambda mount: len(mount[0]))[1] if holding else "unknown"
+
+
+def boot_id() -> str:
+    """Returns a text that changes with every boot of this machine."""
+    if sys.platform == "darwin":
+        return _output("/usr/sbin/sysctl", "-n", "kern.bootsessionuuid").strip()
+    else:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    if sys.platform == "darwin":
+        # /dev/disk3s1 on /System/Volumes/Data (apfs, local, journaled)
+        for line in _output("/sbin/mount").splitlines():
+            mount, _, options = line.partition(" on ")[2].rpartition(" (")
+            yield mount, options.split(",")[0].rstrip(")")
+    else:
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            fields = line.split()
+            yield fields[1].replace("\\040", " "), fields[2]
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout

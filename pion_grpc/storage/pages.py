@@ -1,0 +1,205 @@
+"""Reading and writing bytes under page checksums.
+
+A *run* is a stretch of a file whose every 256 KiB page, counted from the start of the run, has a
+CRC-32C: the data of a segment before its checksums, or one extent of a row file. A read fetches the
+whole pages it touches with `os.pread`, checks each, and hands out a view: nothing unchecked leaves
+this module, a short read is an error that names the file, and no mapping can kill the process.
+
+Knows files, offsets and checksums; not what the bytes are.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+
+from pion_grpc.errors import Corrupt, DiskFull
+from pion_grpc.storage.files import DISK_FULL_ERRORS, Files
+from pion_wire.limits import CHUNK_BYTES_MAX, PAGE_BYTES
+from pion_wire.segment import PageChecksums, SegmentLayout, page_count
+
+
+class OpenFile:
+    """A descriptor for reading; it stays readable after its file is unlinked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Returns exactly `size` bytes.
+
+        Raises:
+            Corrupt: the file ends before, or cannot be read.
+        """
+        try:
+            data = os.pread(self.descriptor, size, offset)
+        except OSError as error:
+            raise Corrupt(f"{self.path} cannot be read: {error}") from error
+        if len(data) != size:
+            raise Corrupt(f"{self.path} ends after {offset + len(data)} bytes")
+        return data
+
+    def close(self) -> None:
+        """Closes it; twice is once."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class CheckedRun:
+    """A run of an open file, with its checksums."""
+
+    __slots__ = ("_checksums", "file", "offset", "size")
+
+    def __init__(self, file: OpenFile, offset: int, size: int, checksums: bytes) -> None:
+        self.file = file
+        self.offset = offset
+        self.size = size
+        self._checksums = np.frombuffer(checksums, dtype="<u4").tolist()
+        if len(self._checksums) != page_count(size):
+            raise Corrupt(f"{file.path} has checksums of another size")
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Returns bytes `begin` to `end` of the run, every page they touch checked.
+
+        Raises:
+            Corrupt: a page does not have its checksum.
+        """
+        first = begin // PAGE_BYTES * PAGE_BYTES
+        last = min(-(-end // PAGE_BYTES) * PAGE_BYTES, self.size)
+        view = memoryview(self.file.read(self.offset + first, last - first))
+        for page_begin in range(first, last, PAGE_BYTES):
+            page = view[page_begin - first : page_begin - first + PAGE_BYTES]
+            if crc32c(page) != self._checksums[page_begin // PAGE_BYTES]:
+                raise Corrupt(
+                    f"{self.file.path}: the page at byte {self.offset + page_begin} does not have its "
+                    "checksum"
+                )
+        return view[begin - first : end - first]
+
+    def chunks(self, begin: int, end: int, row_bytes: int) -> Iterator[memoryview]:
+        """Yields bytes `begin` to `end` in chunks of whole rows, at most 1 MiB each.
+
+        A chunk ends at the last whole row before a page boundary, so that few pages are read twice.
+        """
+        position = begin
+        while position < end:
+            limit = position + CHUNK_BYTES_MAX
+            boundary = limit // PAGE_BYTES * PAGE_BYTES
+            rows = (boundary - position) // row_bytes or CHUNK_BYTES_MAX // row_bytes
+            stop = min(position + rows * row_bytes, end)
+            yield self.read(position, stop)
+            position = stop
+
+    def check(self) -> None:
+        """Reads every page.
+
+        Raises:
+            Corrupt: one does not have its checksum.
+        """
+        for begin in range(0, self.size, 4 * PAGE_BYTES):
+            self.read(begin, min(begin + 4 * PAGE_BYTES, self.size))
+
+
+def open_segment(path: Path, segment: SegmentLayout) -> CheckedRun:
+    """Opens the data of a segment.
+
+    Raises:
+        FileNotFoundError: it is gone.
+        Corrupt: its header is not that of `segment`, or its size is another.
+    """
+    file = OpenFile(path)
+    try:
+        header = segment.header()
+        *_, checksums = segment.entries()
+        size = len(header) + checksums.end
+        actual = os.fstat(file.descriptor).st_size
+        if actual != size:
+            raise Corrupt(f"{path} has {actual} bytes instead of {size}")
+        if file.read(0, len(header)) != header:
+            raise Corrupt(f"{path} has another header than it was written with")
+        table = file.read(len(header) + checksums.begin, checksums.end - checksums.begin)
+        return CheckedRun(file, len(header), checksums.begin, table)
+    except BaseException:
+        file.close()
+        raise
+
+
+class SegmentWriter:
+    """Writes one segment under a temporary name, then gives it its own."""
+
+    def __init__(self, files: Files, path: Path, segment: SegmentLayout) -> None:
+        self._files = files
+        self._path = path
+        self._scratch = path.with_name(path.name + ".tmp")
+        self._checksums = PageChecksums()
+        header = segment.header()
+        *_, last = segment.entries()
+        self._missing = last.begin
+        self.file_bytes = len(header) + last.end
+        self._descriptor = -1
+        try:
+            with disk_errors(path):
+                self._descriptor = files.create(self._scratch)
+                files.write(self._descriptor, header)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Takes the next bytes of the data.
+
+        Raises:
+            DiskFull: they cannot be written.
+        """
+        self._missing -= len(data)
+        assert self._missing >= 0, "more bytes than the segment has"
+        self._checksums.update(data)
+        with disk_errors(self._path):
+            self._files.write(self._descriptor, data)
+
+    def finish(self, *, on_disk: bool) -> None:
+        """Adds the checksums and names the file; with `on_disk` it is on stable storage then.
+
+        Raises:
+            DiskFull: it cannot be written.
+        """
+        assert self._missing == 0, "bytes are missing"
+        with disk_errors(self._path):
+            self._files.write(self._descriptor, self._checksums.finish())
+            if on_disk:
+                self._files.sync(self._descriptor)
+            self._files.rename(self._scratch, self._path)
+            if on_disk:
+                self._files.sync_directory(self._path.parent)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def abandon(self) -> None:
+        """Removes what was written; harmless after `finish` and if called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._files.unlink(self._scratch)
+            self._files.unlink(self._path)
+
+
+class disk_errors:  # noqa: N801 - reads as a statement
+    """Turns a full disk into `DiskFull` where it enters; other errors of the system pass."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
+            raise DiskFull(
+                f"no space for {self._path.name}: {os.strerror(error.errno or errno.ENOSPC)}; free some, "
+                "or lower --disk-budget"
+            ) from error
