@@ -20,8 +20,8 @@ declared 512 MiB of which nothing follows costs nothing, and no payload is copie
 MiB. A request of very many tiny arguments is the worst case: a Python object takes some 40 bytes
 where the wire takes 8.
 
-Measured over a Unix socket on two cores: 64 MB values arrive at 5-6 GB/s (a bare socket into one
-buffer reused for ever, whose pages are all in place: 8-9), 1 MiB values at 8 (12). Of the other
+Measured over a Unix socket on two cores: 64 MB values arrive at 4-6 GB/s (a bare socket into one
+buffer reused for ever, whose pages are all in place: 8-9), 1 MiB values at 7-8 (10-13). Of the other
 ways to get memory, plain `mmap` ran at 1.9 GB/s, since the kernel hands it out in pages of 4 KiB
 where NumPy asks for huge ones; a `bytearray` at 1.4-1.8, and it is resident before a byte has come;
 doubling from 1 MiB was as fast, but while it copies it holds half as much again.
