@@ -29,9 +29,9 @@ SQLITE_OLDEST = (3, 51, 3)
 """Earlier ones can lose a committed transaction when a WAL is reset under several connections."""
 BUSY_MS = 60_000
 EQUALS_MAX = 64
-"""Equal prefixes among which the most recently used is chosen; the newest ones are looked at."""
-GARBAGE = "#garbage"
-"""Pseudo tenant in `usage` for files that are about to be removed."""
+"""Equal matches among which the most recently used is chosen."""
+_AFTER_ANY_TOKENS = b"\xff" * 257
+"""Behind a beginning, an upper bound of every entry that begins so: a block has 256 bytes."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -54,6 +54,7 @@ CREATE TABLE prefix (
   parts       TEXT NOT NULL DEFAULT '[]',
   generation  INTEGER NOT NULL,
   file        TEXT,                       -- the segment, relative to the directory
+  file_tokens INTEGER NOT NULL DEFAULT 0, -- token ids in it
   disk_bytes  INTEGER NOT NULL,           -- segment and row files; while open, the reservation
   durability  TEXT NOT NULL,
   boot        TEXT,                       -- boot under which it was written unsynced; NULL: on disk
@@ -84,8 +85,8 @@ CREATE TABLE lease (
 ) WITHOUT ROWID;
 CREATE INDEX lease_prefix ON lease (prefix);
 CREATE TABLE reservation (
-  id INTEGER PRIMARY KEY, owner TEXT NOT NULL, tenant TEXT NOT NULL, prefix INTEGER NOT NULL,
-  bytes INTEGER NOT NULL
+  id INTEGER PRIMARY KEY AUTOINCREMENT, owner TEXT NOT NULL, tenant TEXT NOT NULL,
+  prefix INTEGER NOT NULL, bytes INTEGER NOT NULL
 );
 CREATE TABLE garbage (file TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE usage (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
@@ -135,6 +136,7 @@ class PrefixRow(NamedTuple):
     parts: str
     generation: int
     file: str | None
+    file_tokens: int
     disk_bytes: int
     durability: str
     boot: str | None
@@ -163,7 +165,10 @@ class NewPrefix(NamedTuple):
 
 
 class ExtentRow(NamedTuple):
-    """Rows of one tensor of a live prefix in a row file; a later serial supersedes."""
+    """Rows of one tensor of a live prefix in a row file; a later serial supersedes.
+
+    Without a file it is a hole: rows that were cut off, and read as zeros.
+    """
 
     tensor: int
     serial: int
@@ -420,22 +425,19 @@ class Transaction:
         self.update(prefix, generation=generation)
         return generation
 
-    def delete(self, prefix: int) -> list[str]:
-        """Removes a prefix and all that belongs to it; returns the files that nobody names any more.
-
-        They are in the garbage table until `forget_garbage` says that they are gone.
-        """
-        segment = self._all("SELECT file FROM prefix WHERE id = ? AND file IS NOT NULL", (prefix,))
-        rows = self._all("SELECT DISTINCT file FROM extent WHERE prefix = ?", (prefix,))
-        files = [row[0] for row in segment + rows]
-        (disk_bytes,) = self._all("SELECT disk_bytes FROM prefix WHERE id = ?", (prefix,))[0]
+    def delete(self, prefix: int) -> None:
+        """Removes a prefix and all that belongs to it; its files become garbage."""
+        row = self.by_id(prefix)
+        if row is None:
+            return
+        files = [row.file] if row.file else []
+        files += [name for name in self.extent_files(prefix) if name]
         for table in ("tokens", "block_table", "extent", "lease", "reservation"):
             self._run(f"DELETE FROM {table} WHERE prefix = ?", (prefix,))
         self._run("DELETE FROM prefix WHERE id = ?", (prefix,))
-        # The bytes are counted with the first file: the others are empty of meaning to the budget.
+        # All bytes are counted with the first file; they are one number in the budget.
         for index, file in enumerate(files):
-            self.add_garbage(file, 0 if index else disk_bytes)
-        return files
+            self.add_garbage(file, 0 if index else row.disk_bytes)
 
     def victim(self, now_unix_ms: int, tenant: str | None) -> PrefixRow | None:
         """Returns the least recently used prefix that may go: no child, no lease, not open."""
@@ -508,12 +510,12 @@ class Transaction:
         )
         return [bytes(row[0]) for row in after + before]
 
-    def most_recent(self, parent: bytes, tokens: bytes) -> PrefixRow | None:
-        """Returns the most recently used of the newest prefixes that have this entry."""
+    def most_recent(self, parent: bytes, beginning: bytes) -> PrefixRow | None:
+        """Returns the most recently used prefix with an entry that begins so; a few are looked at."""
         return self._prefix(
-            "id IN (SELECT prefix FROM node WHERE parent = ? AND tokens = ?"
-            f" ORDER BY prefix DESC LIMIT {EQUALS_MAX}) ORDER BY last_use DESC LIMIT 1",
-            (parent, tokens),
+            "id IN (SELECT prefix FROM node WHERE parent = ? AND tokens BETWEEN ? AND ?"
+            f" ORDER BY tokens DESC, prefix DESC LIMIT {EQUALS_MAX}) ORDER BY last_use DESC LIMIT 1",
+            (parent, beginning, beginning + _AFTER_ANY_TOKENS),
         )
 
     def block_table(self, prefix: int) -> BlockTableRow | None:
@@ -535,6 +537,11 @@ class Transaction:
             (prefix,),
         )
         return [ExtentRow(*row) for row in rows]
+
+    def extent_files(self, prefix: int) -> list[str]:
+        """Returns the row files of a live prefix; an empty name stands for holes."""
+        rows = self._all("SELECT DISTINCT file FROM extent WHERE prefix = ?", (prefix,))
+        return [row[0] for row in rows]
 
     def add_extent(self, prefix: int, extent: ExtentRow) -> None:
         """Adds an extent; its serial is chosen here, after all others of its tensor."""
@@ -562,6 +569,12 @@ class Transaction:
         """Removes expired leases and returns how many."""
         self._run("DELETE FROM lease WHERE expires_unix_ms <= ?", (now_unix_ms,))
         return self._connection.changes()
+
+    def has_expired_leases(self, now_unix_ms: int) -> bool:
+        """Says whether `end_leases` has something to do."""
+        return bool(
+            self._all("SELECT 1 FROM lease WHERE expires_unix_ms <= ? LIMIT 1", (now_unix_ms,))
+        )
 
     def is_leased(self, prefix: int, now_unix_ms: int) -> bool:
         """Says whether a lease keeps a prefix."""
@@ -605,14 +618,21 @@ class Transaction:
         """Stops counting files that have been removed."""
         self._connection.executemany("DELETE FROM garbage WHERE file = ?", ((f,) for f in files))
 
-    def names_file(self, file: str) -> bool:
-        """Says whether anything in the catalogue names a file."""
-        return bool(
-            self._all(
-                "SELECT 1 FROM prefix WHERE file = ?1 UNION ALL SELECT 1 FROM extent WHERE file = ?1"
-                " UNION ALL SELECT 1 FROM garbage WHERE file = ?1 LIMIT 1",
-                (file,),
-            )
+    def files(self) -> set[str]:
+        """Returns every file that the catalogue names."""
+        rows = self._all(
+            "SELECT file FROM prefix WHERE file IS NOT NULL UNION ALL SELECT file FROM extent"
+            " UNION ALL SELECT file FROM garbage",
+            (),
+        )
+        return {row[0] for row in rows}
+
+    def stored_bytes(self) -> int:
+        """Returns the bytes that count once the garbage is removed."""
+        return int(
+            self._all("SELECT coalesce(sum(bytes), 0) FROM usage WHERE tenant != '#garbage'", ())[
+                0
+            ][0]
         )
 
     def usage(self, tenant: str | None = None) -> int:

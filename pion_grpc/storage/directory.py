@@ -100,13 +100,24 @@ class DataDirectory:
         """Returns the path of a file that the catalogue names, such as `segments/x.safetensors`."""
         return self.path / name
 
-    def measure(self) -> int:
-        """Returns the bytes of every file in the directory, foreign ones included."""
+    def name_of(self, path: Path) -> str:
+        """Returns the name under which the catalogue knows a file; the inverse of `resolve`."""
+        return path.relative_to(self.path).as_posix()
+
+    def foreign_bytes(self, named: set[str], instances: set[str]) -> int:
+        """Returns the bytes of all files but the database, the `named` ones and those being written.
+
+        Files that a live instance writes are reserved in the catalogue before they grow.
+        """
         total = 0
         for parent, _, names in os.walk(self.path):
-            for name in names:
+            for path in (Path(parent, name) for name in names):
+                if path.name.startswith("catalog.db"):
+                    continue
+                if self.name_of(path) in named or path.name.partition("-")[0] in instances:
+                    continue
                 try:
-                    total += (Path(parent) / name).lstat().st_size
+                    total += path.lstat().st_size
                 except FileNotFoundError:
                     continue
         return total
@@ -149,9 +160,10 @@ def file_system_type(path: Path) -> str:
 def boot_id() -> str:
     """Returns a text that changes with every boot of this machine."""
     if sys.platform == "darwin":
-        return _output("/usr/sbin/sysctl", "-n", "kern.bootsessionuuid").strip()
+        identity = _output("/usr/sbin/sysctl", "-n", "kern.bootsessionuuid")
     else:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        identity = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return identity.strip()
 
 
 def _mounts() -> Iterator[tuple[str, str]]:

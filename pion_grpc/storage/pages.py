@@ -188,6 +188,47 @@ class SegmentWriter:
             self._files.unlink(self._path)
 
 
+class RowFile:
+    """Appends one extent to a row file. Its bytes count only once the catalogue names them."""
+
+    def __init__(self, files: Files, path: Path) -> None:
+        self._files = files
+        self._path = path
+        self._checksums = PageChecksums()
+        with disk_errors(path):
+            self._new = not path.exists()
+            self._descriptor = (
+                files.create(path)
+                if self._new
+                else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            )
+        self.offset = os.lseek(self._descriptor, 0, os.SEEK_END)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Takes the next bytes of the extent.
+
+        Raises:
+            DiskFull: they cannot be written.
+        """
+        self._checksums.update(data)
+        with disk_errors(self._path):
+            self._files.write(self._descriptor, data)
+
+    def finish(self, *, on_disk: bool) -> bytes:
+        """Returns the checksums of the extent's pages; with `on_disk` it is on stable storage then."""
+        if on_disk:
+            self._files.sync(self._descriptor)
+            if self._new:
+                self._files.sync_directory(self._path.parent)
+        return self._checksums.finish()
+
+    def close(self) -> None:
+        """Closes it; twice is once."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
 class disk_errors:  # noqa: N801 - reads as a statement
     """Turns a full disk into `DiskFull` where it enters; other errors of the system pass."""
 
@@ -200,6 +241,6 @@ class disk_errors:  # noqa: N801 - reads as a statement
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
             raise DiskFull(
-                f"no space for {self._path.name}: {os.strerror(error.errno or errno.ENOSPC)}; free some, "
-                "or lower --disk-budget"
+                f"no space for {self._path.name}: {os.strerror(error.errno or errno.ENOSPC)}; "
+                "free some, or lower --disk-budget"
             ) from error

@@ -86,7 +86,8 @@ def pack_token_ids(token_ids: bytes | Sequence[int] | np.ndarray) -> bytes:
 
 def unpack_token_ids(packed: bytes | memoryview) -> list[int]:
     """Returns the integers that `pack_token_ids` packed."""
-    return np.frombuffer(packed, dtype="<u4").tolist()
+    ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
+    return ids
 
 
 def common_tokens(a: bytes | memoryview, b: bytes | memoryview) -> int:

@@ -11,13 +11,14 @@ import itertools
 import json
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from pion_wire import limits
+from pion_wire import codecs, limits
 from pion_wire.blocks import RAW_FIDELITY
+from pion_wire.codecs import ArrayLayout
 
 
 class LayoutError(ValueError):
@@ -37,7 +38,7 @@ class DType(enum.Enum):
     BF16 = "BF16"
 
     @property
-    def numpy(self) -> np.dtype:
+    def numpy(self) -> "np.dtype[Any]":
         """The NumPy type; bf16 is `ml_dtypes.bfloat16`, never binary16."""
         return _NUMPY[self]
 
@@ -47,7 +48,7 @@ class DType(enum.Enum):
         return self.numpy.itemsize
 
     @classmethod
-    def of(cls, dtype: np.dtype) -> "DType":
+    def of(cls, dtype: "np.dtype[Any]") -> "DType":
         """Returns the type of a NumPy array's values.
 
         Raises:
@@ -59,7 +60,7 @@ class DType(enum.Enum):
         raise LayoutError("data_type", f"{dtype} is not stored; f32, f16 and bf16 are")
 
 
-_NUMPY = {
+_NUMPY: "dict[DType, np.dtype[Any]]" = {
     DType.F32: np.dtype("<f4"),
     DType.F16: np.dtype("<f2"),
     DType.BF16: np.dtype(ml_dtypes.bfloat16),
@@ -71,19 +72,6 @@ class Side(enum.StrEnum):
 
     K = "k"
     V = "v"
-
-
-class ArrayLayout(NamedTuple):
-    """One array that a codec keeps for a tensor; most codecs have one."""
-
-    suffix: str
-    """Distinguishes it in a segment: `k.0` + suffix."""
-    dtype: str
-    """Type by its name in safetensors."""
-    row_shape: tuple[int, ...]
-    """Shape of one row; the stored array is [rows, *row_shape]."""
-    row_bytes: int
-    """Bytes of one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +98,13 @@ class TensorLayout:
                 f"a row of {self.heads} heads of {self.head_dim} {self.dtype.value} values exceeds "
                 f"{limits.ROW_BYTES_MAX} bytes",
             )
-        if self.codec != "raw":
-            raise LayoutError("codec", f"{self.codec!r} is unknown; known is raw")
+        try:
+            codec = codecs.parse(self.codec)
+            codec.check(self.heads, self.head_dim)
+        except ValueError as error:
+            raise LayoutError("codec", str(error)) from error
+        # Equal codecs have equal names: the canonical one is what is kept and compared.
+        object.__setattr__(self, "codec", str(codec))
 
     @property
     def name(self) -> str:
@@ -121,8 +114,7 @@ class TensorLayout:
     @property
     def arrays(self) -> tuple[ArrayLayout, ...]:
         """The arrays that its codec keeps, in the order in which they are stored and sent."""
-        row_bytes = self.heads * self.head_dim * self.dtype.itemsize
-        return (ArrayLayout("", self.dtype.value, (self.heads, self.head_dim), row_bytes),)
+        return codecs.parse(self.codec).arrays(self.heads, self.head_dim, self.dtype.value)
 
     @property
     def row_bytes(self) -> int:
@@ -198,4 +190,4 @@ def shape_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return _SAFETENSORS_ITEMSIZE[dtype] * math.prod(shape)
 
 
-_SAFETENSORS_ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "U8": 1}
+_SAFETENSORS_ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "U8": 1, "I8": 1}

@@ -1,0 +1,896 @@
+"""The prefix store: what is stored under which name, and what of it is served.
+
+What is asked, what matches and what is served are three numbers, and where they differ there is a
+reason. A miss is an answer. A hit is never a lie: before a prefix is named in an answer its files have
+been found with the right size, and after a boot that followed no clean stop every page of what was
+acknowledged without a sync has been checked once.
+
+Reads never write: uses are noted in memory and flushed by `tick`.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from pion_grpc.core.matching import longest_match
+from pion_grpc.core.reading import (
+    CorruptPrefix,
+    Reading,
+    own_row_counts,
+    parts_of,
+    segment_layout,
+)
+from pion_grpc.core.receipt import Ledger, Restore
+from pion_grpc.core.space import Space
+from pion_grpc.core.storing import (
+    RowFileNames,
+    RowsSession,
+    StoreSession,
+    Workshop,
+    begin_rows,
+    begin_store,
+    sync_prefixes,
+)
+from pion_grpc.core.values import (
+    BlockTable,
+    Durability,
+    Export,
+    ExportExtent,
+    FetchQuery,
+    LookupQuery,
+    LookupResult,
+    MatchQuery,
+    MatchResult,
+    MissReason,
+    PrefixInfo,
+    RowRange,
+    State,
+    Stored,
+    StoreHeader,
+    WriteRowsHeader,
+    check_lease,
+    check_model_id,
+    check_names,
+    check_namespace,
+    check_prefill,
+)
+from pion_grpc.errors import (
+    Corrupt,
+    Evicted,
+    GenerationDiffers,
+    InvalidRequest,
+    LayoutDiffers,
+    NotStored,
+    OverBudget,
+    RowsOutOfRange,
+)
+from pion_grpc.storage.catalog import (
+    BlockTableRow,
+    Catalog,
+    ExtentRow,
+    NewPrefix,
+    PrefixRow,
+    Transaction,
+    unix_ms,
+)
+from pion_grpc.storage.directory import DataDirectory, boot_id
+from pion_grpc.storage.files import Files
+from pion_grpc.storage.pages import SegmentWriter
+from pion_wire import limits
+from pion_wire.blocks import common_tokens, root_hash
+from pion_wire.layout import Layout, Side
+from pion_wire.segment import SegmentLayout
+
+Answer = TypeVar("Answer")
+
+SNAPSHOTS_MAX = 16
+"""Row snapshots of one prefix."""
+
+
+class Fetch(NamedTuple):
+    """An opened prefix, ready to be streamed. Close its reading."""
+
+    prefix: PrefixInfo
+    reading: Reading
+    token_ids: bytes
+    restore: Restore
+
+
+class Totals(NamedTuple):
+    """What is stored, and what it takes."""
+
+    prefixes: int
+    rows: int
+    disk_used_bytes: int
+    live_bytes: int
+    evicted: int
+    corrupt: int
+
+
+class _Snapshot(NamedTuple):
+    prefix: int
+    row_counts: tuple[int, ...]
+
+
+class PrefixStore:
+    """All operations on prefixes; safe to use from many threads, and from several processes at once."""
+
+    def __init__(
+        self,
+        directory: DataDirectory,
+        *,
+        budget_bytes: int,
+        tenant_budget_bytes: int = 0,
+        files: Files | None = None,
+        boot: str | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """Opens the store, and cleans up after processes that are gone.
+
+        Raises:
+            CannotStart: the catalogue cannot be used.
+        """
+        self.directory = directory
+        self.ledger = ledger or Ledger()
+        files = files or Files()
+        self._catalog = Catalog(directory.catalog, files)
+        self.space = Space(directory, self._catalog, files, budget_bytes, tenant_budget_bytes)
+        self._workshop = Workshop(
+            directory,
+            self._catalog,
+            files,
+            self.space,
+            RowFileNames(directory.instance),
+            boot or boot_id(),
+        )
+        self._lock = threading.Lock()
+        self._uses: dict[int, None] = {}
+        self._prefill_ms: dict[int, float] = {}
+        self._checked: dict[str, tuple[int, int, int]] = {}
+        self._snapshots: dict[int, _Snapshot] = {}
+        self._snapshot_serial = 0
+        self._corrupt = 0
+        self.space.bury_dead_instances()
+        self.space.measure()
+
+    def close(self) -> None:
+        """Makes everything acknowledged durable and gives the directory back."""
+        self.tick()
+        self.sync()
+        self._catalog.close()
+        self.directory.close()
+
+    # -- asking
+
+    def register(
+        self,
+        tenant: str,
+        namespace: str,
+        layout: Layout,
+        model_id: str = "",
+        table: BlockTable | None = None,
+        prefill_ms: float = 0.0,
+    ) -> PrefixInfo:
+        """Declares a prefix before it has rows; of an existing one replaces table and prefill time.
+
+        Raises:
+            LayoutDiffers: it exists with another layout.
+            InvalidRequest: a name or a number is out of range.
+        """
+        check_namespace(namespace)
+        check_prefill(prefill_ms)
+        if model_id:
+            check_model_id(model_id)
+        if not layout.tensors:
+            raise InvalidRequest("layout", "required")
+        with self._catalog.write() as transaction:
+            row = transaction.by_name(tenant, namespace)
+            if row is not None and row.layout != layout.to_json():
+                raise LayoutDiffers(f"{namespace!r} has another layout", namespace=namespace)
+            if row is None:
+                identity = transaction.insert(
+                    NewPrefix(
+                        tenant,
+                        namespace,
+                        state="registered",
+                        visible=True,
+                        owner=None,
+                        model_id=model_id,
+                        fidelity=layout.fidelity,
+                        layout=layout.to_json(),
+                        token_count=0,
+                        base=0,
+                        parent=None,
+                        depth=0,
+                        parts="[]",
+                        disk_bytes=0,
+                        durability=Durability.PROCESS.value,
+                    )
+                )
+                row = transaction.by_id(identity)
+                assert row is not None
+            if table is not None:
+                transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
+            info = self._info(transaction, row)
+        self._note_prefill(row.id, prefill_ms)
+        return info
+
+    def lookup(
+        self, tenant: str, queries: list[LookupQuery], lease_ms: int = 0
+    ) -> list[LookupResult]:
+        """Says of each name whether it holds what is expected; counts a hit or a miss each."""
+        check_lease(lease_ms)
+        if len(queries) > limits.NAMES_MAX:
+            raise InvalidRequest("queries", f"more than {limits.NAMES_MAX}", limit=limits.NAMES_MAX)
+        results = []
+        for query in queries:
+            result = self._sound(functools.partial(self._lookup, tenant, query, lease_ms))
+            self.ledger.lookup(hit=result.hit)
+            results.append(result)
+        return results
+
+    def match(self, tenant: str, query: MatchQuery) -> MatchResult:
+        """Returns the longest stored prefix of a token sequence; counts a hit or a miss."""
+        result = self._sound(lambda: self._match(tenant, query))
+        self.ledger.lookup(hit=result.hit)
+        return result
+
+    def list_page(
+        self, tenant: str, *, prefix: str = "", after: str = "", count: int = 100
+    ) -> list[PrefixInfo]:
+        """Returns visible prefixes by name, those that follow `after`."""
+        if not 1 <= count <= limits.NAMES_MAX:
+            raise InvalidRequest("page_size", f"{count} is outside 1..{limits.NAMES_MAX}")
+        with self._catalog.read() as transaction:
+            rows = transaction.page(tenant, prefix, after, count)
+            return [self._info(transaction, row) for row in rows]
+
+    def block_table(self, tenant: str, namespace: str) -> BlockTable | None:
+        """Returns the caller's table of a prefix."""
+        check_namespace(namespace)
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, namespace)
+            table = transaction.block_table(row.id) if row else None
+        if row is None or table is None:
+            return None
+        self._note_use(row.id)
+        return BlockTable(table.block_tokens, bytes(table.hashes))
+
+    def membership(self, tenant: str, namespace: str, probes: bytes) -> bytes | None:
+        """Returns a bitmap: bit i & 7 of byte i >> 3 says whether probe i (u64 LE) is in the table.
+
+        None if the prefix is unknown or has no table.
+        """
+        if len(probes) % 8 or len(probes) > 8 * limits.HASHES_MAX:
+            raise InvalidRequest(
+                "hashes",
+                f"{len(probes)} bytes are not at most {limits.HASHES_MAX} hashes of 8 bytes",
+            )
+        table = self.block_table(tenant, namespace)
+        if table is None or not table.hashes:
+            return None
+        wanted = np.frombuffer(probes, dtype="<u8")
+        known = np.isin(wanted, np.frombuffer(table.hashes, dtype="<u8"))
+        return np.packbits(known, bitorder="little").tobytes()
+
+    # -- storing
+
+    def store(self, tenant: str, header: StoreHeader) -> StoreSession | Stored:
+        """Begins a Store; returns a session, or the acknowledgement if the same is stored.
+
+        Pass what `publish` returns to `stored`.
+        """
+        self.flush_uses()
+        return begin_store(self._workshop, tenant, header)
+
+    def stored(self, tenant: str, header: StoreHeader, stored: Stored) -> None:
+        """Notes the measured prefill time of a published prefix."""
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, stored.namespace)
+        if row is not None and row.generation == stored.generation:
+            self._note_prefill(row.id, header.prefill_ms)
+
+    def write_rows(self, tenant: str, header: WriteRowsHeader) -> RowsSession:
+        """Begins to write rows into one tensor of a registered or stored prefix."""
+        self.flush_uses()
+        return begin_rows(self._workshop, tenant, header)
+
+    def drop(self, tenant: str, namespaces: list[str]) -> list[bool]:
+        """Takes names and their matches away at once; says of each whether anything was there."""
+        check_names(namespaces)
+        dropped = []
+        with self._catalog.write() as transaction:
+            for namespace in namespaces:
+                row = transaction.by_name(tenant, namespace)
+                if row is not None:
+                    self.space.remove(transaction, row)
+                dropped.append(row is not None)
+        self.space.sweep()
+        return dropped
+
+    def save(self, tenant: str | None, namespaces: list[str]) -> int:
+        """Seals live prefixes (of one tenant, or all): one segment each, on stable storage.
+
+        Returns how many are segments now and were not before.
+        """
+        check_names(namespaces)
+        with self._catalog.read() as transaction:
+            if namespaces:
+                rows = []
+                for namespace in namespaces:
+                    row = transaction.by_name(tenant or "", namespace)
+                    if row is None:
+                        raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
+                    rows.append(row)
+            else:
+                rows = transaction.live(tenant)
+        return sum(self._seal(row) for row in rows if row.state == "live")
+
+    def sync(self) -> None:
+        """Returns when everything acknowledged before is on stable storage."""
+        with self._catalog.read() as transaction:
+            unsynced = transaction.unsynced()
+        sync_prefixes(self._workshop, unsynced)
+
+    # -- fetching
+
+    def fetch(self, tenant: str, query: FetchQuery) -> Fetch | LookupResult:
+        """Opens rows for streaming; a result without a hit says why there are none.
+
+        Pass the fetch to `fetched` when it has ended well.
+
+        Raises:
+            RowsOutOfRange: the prefix does not have them.
+            GenerationDiffers: it changed since the generation asked for.
+            Evicted: the lease has ended.
+            Corrupt: a file is damaged; the prefix has been taken out.
+        """
+        for attempt in (1, 2):
+            with self._catalog.read() as transaction:
+                row = self._find(transaction, tenant, query)
+                if row is None or row.state == "registered":
+                    reason = MissReason.NO_ROWS if row else MissReason.NOT_STORED
+                    return LookupResult(hit=False, reason=reason)
+                chain = transaction.chain(row)
+                extents = transaction.extents(row.id) if row.state == "live" else []
+                token_ids = transaction.token_ids(row.id)
+                info = self._info(transaction, row, chain)
+            if query.generation and query.generation != row.generation:
+                raise GenerationDiffers(
+                    f"{row.namespace!r} has changed: ask for it anew",
+                    namespace=row.namespace,
+                    generation=row.generation,
+                )
+            rows = _range(query.rows, row)
+            try:
+                self._trust(chain)
+                reading = Reading(self.directory, chain, extents, query, rows)
+            except FileNotFoundError as error:
+                if attempt == 1:
+                    continue  # evicted meanwhile: look again
+                self._condemn_missing(chain, extents)
+                raise Corrupt(f"a file is gone: {error}", namespace=row.namespace) from error
+            except CorruptPrefix as error:
+                self.condemn(error.prefix)
+                raise
+            self._note_use(row.id)
+            restore = self._restore(chain, rows)
+            return Fetch(info, reading, token_ids[: 4 * rows.end], restore)
+        raise AssertionError("two attempts end one way or the other")
+
+    def fetched(self, fetch: Fetch, streamed_bytes: int) -> None:
+        """Counts a Fetch that has ended well."""
+        self.ledger.restored(fetch.restore, streamed=streamed_bytes)
+
+    def export(self, tenant: str, query: FetchQuery, lease_ms: int) -> Export:
+        """Names the segments that hold rows, for a client on the same host, and leases them.
+
+        Raises:
+            NotStored: there is nothing, or rows that are in no segment (stream those instead).
+            As `fetch` does.
+        """
+        check_lease(lease_ms)
+        found = self.fetch(tenant, query)
+        if isinstance(found, LookupResult):
+            raise NotStored(f"{query.namespace!r} is not stored", namespace=query.namespace)
+        try:
+            if found.prefix.state is not State.SEALED:
+                raise NotStored(
+                    f"{found.prefix.namespace!r} is live, its rows are in no segment yet: stream them",
+                    namespace=found.prefix.namespace,
+                )
+            extents = tuple(self._export_extents(found.reading))
+            lease = secrets.token_bytes(16)
+            with self._catalog.write() as transaction:
+                row = found.reading.chain[-1]
+                if transaction.by_id(row.id) is None:
+                    raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace)
+                transaction.add_lease(lease, row.id, unix_ms() + max(lease_ms, 1))
+        except CorruptPrefix as error:
+            self.condemn(error.prefix)
+            raise
+        finally:
+            found.reading.close()
+        self.ledger.restored(found.restore, exported=found.reading.total_bytes)
+        return Export(found.prefix, found.reading.rows, extents, found.token_ids, lease)
+
+    def read_rows(
+        self, tenant: str, namespace: str, slot: int, side: Side, rows: np.ndarray
+    ) -> tuple[Layout, Iterator[bytes]] | None:
+        """Returns scattered rows of one tensor in the order asked; those beyond the end are zeros.
+
+        None if none of them exists. The layout has that tensor only.
+
+        Raises:
+            NotStored: the prefix is not stored.
+            LayoutDiffers: it has no such tensor.
+        """
+        if not 1 <= len(rows) <= limits.SCATTERED_ROWS_MAX:
+            raise InvalidRequest("rows", f"1 to {limits.SCATTERED_ROWS_MAX} rows are allowed")
+        found = self.fetch(tenant, FetchQuery(namespace, slots=frozenset({slot})))
+        if isinstance(found, LookupResult):
+            if found.reason is MissReason.NO_ROWS:
+                return None
+            raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
+        tensors = found.reading.served_layout.tensors
+        index = next((i for i, tensor in enumerate(tensors) if tensor.side is side), None)
+        if index is None or len(tensors[index].arrays) > 1:
+            found.reading.close()
+            raise LayoutDiffers(f"{namespace!r} has no {side.value}.{slot}", namespace=namespace)
+        if int(rows.min()) >= found.reading.rows.end:
+            found.reading.close()
+            return None
+        layout = Layout((tensors[index],))
+        return layout, self._scattered(found, index, rows)
+
+    # -- snapshots of live rows
+
+    def snapshot(self, tenant: str, namespace: str) -> int:
+        """Remembers how many rows each tensor has; returns the snapshot's id.
+
+        Raises:
+            NotStored: the prefix is not stored.
+            OverBudget: it has 16 snapshots already.
+        """
+        row = self._named(tenant, namespace)
+        with self._lock:
+            held = sum(snapshot.prefix == row.id for snapshot in self._snapshots.values())
+            if held >= SNAPSHOTS_MAX:
+                raise OverBudget(f"{namespace!r} has {SNAPSHOTS_MAX} snapshots: release one")
+            self._snapshot_serial += 1
+            self._snapshots[self._snapshot_serial] = _Snapshot(row.id, own_row_counts(row))
+            return self._snapshot_serial
+
+    def restore_snapshot(self, tenant: str, namespace: str, snapshot_id: int) -> int:
+        """Cuts every tensor that has grown since back to a snapshot; returns the generation.
+
+        Raises:
+            NotStored: the prefix, or the snapshot, is unknown.
+        """
+        with self._lock:
+            snapshot = self._snapshots.get(snapshot_id)
+        with self._catalog.write() as transaction:
+            row = transaction.by_name(tenant, namespace)
+            if row is None:
+                raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
+            if snapshot is None or snapshot.prefix != row.id:
+                raise NotStored(f"{namespace!r} has no snapshot {snapshot_id}", namespace=namespace)
+            counts = own_row_counts(row)
+            kept = tuple(min(pair) for pair in zip(counts, snapshot.row_counts, strict=True))
+            if kept == counts:
+                return row.generation
+            for tensor, (now, then) in enumerate(zip(counts, kept, strict=True)):
+                if now > then:
+                    hole = ExtentRow(tensor, 0, row.base + then, now - then, "", 0, b"")
+                    transaction.add_extent(row.id, hole)
+            count = row.base + min(kept, default=0)
+            transaction.update(
+                row.id, state="live", row_counts=json.dumps(list(kept)), token_count=count
+            )
+            return transaction.new_generation(row.id)
+
+    def release_snapshot(self, tenant: str, namespace: str, snapshot_id: int) -> bool:
+        """Forgets a snapshot and keeps the rows; says whether it was known."""
+        row = self._named(tenant, namespace)
+        with self._lock:
+            known = self._snapshots.get(snapshot_id)
+            if known is None or known.prefix != row.id:
+                return False
+            del self._snapshots[snapshot_id]
+            return True
+
+    # -- housekeeping
+
+    def tick(self) -> None:
+        """Flushes uses, ends leases and removes what waited for them: call it about once a second."""
+        self.flush_uses()
+        with self._catalog.read() as transaction:
+            waiting = transaction.hidden()
+            expired = transaction.has_expired_leases(unix_ms())
+        if waiting or expired:
+            with self._catalog.write() as transaction:
+                transaction.end_leases(unix_ms())
+                for row in waiting:
+                    self.space.collect(transaction, row.id)
+        self.space.sweep()
+
+    def flush_uses(self) -> None:
+        """Writes down which prefixes were used since the last flush."""
+        with self._lock:
+            uses, self._uses = self._uses, {}
+        if uses:
+            with self._catalog.write() as transaction:
+                transaction.stamp(uses)
+
+    def clean(self) -> None:
+        """Buries dead instances, counts foreign files, folds the log: call it every half minute."""
+        self.space.bury_dead_instances()
+        self.space.measure()
+        self._catalog.checkpoint()
+
+    def totals(self, tenant: str | None = None) -> Totals:
+        """Returns what is stored, and what it takes."""
+        with self._catalog.read() as transaction:
+            counted = transaction.totals(tenant)
+            used = self.space.used_bytes(transaction)
+            live = sum(row.disk_bytes for row in transaction.live(tenant))
+        return Totals(
+            counted.prefixes, counted.rows, used, live, self.space.evicted_count, self._corrupt
+        )
+
+    def condemn(self, prefix: int) -> None:
+        """Takes a damaged prefix and its descendants out of the store."""
+        with self._lock:
+            self._corrupt += 1
+        with self._catalog.write() as transaction:
+            self.space.condemn(transaction, prefix)
+        self.space.sweep()
+
+    # -- parts of the above
+
+    def _lookup(self, tenant: str, query: LookupQuery, lease_ms: int) -> LookupResult:
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, query.namespace)
+            if row is None:
+                return LookupResult(hit=False, reason=MissReason.NOT_STORED)
+            chain = transaction.chain(row)
+            info = self._info(transaction, row, chain)
+            token_ids = transaction.token_ids(row.id) if query.token_ids else b""
+        reason, difference = _expectation(row, query, token_ids)
+        if reason is not MissReason.NONE:
+            return LookupResult(hit=False, reason=reason, prefix=info, first_difference=difference)
+        self._vouch(chain)
+        self._note_use(row.id)
+        lease = self._lease(row, lease_ms)
+        return LookupResult(hit=True, reason=MissReason.NONE, prefix=info, lease_id=lease)
+
+    def _match(self, tenant: str, query: MatchQuery) -> MatchResult:
+        requested = len(query.token_ids) // 4
+        with self._catalog.read() as transaction:
+            best = None
+            for fidelity in query.fidelities:
+                root = root_hash(tenant, query.model_id, fidelity)
+                found = longest_match(transaction, root, query.token_ids)
+                if found is not None and (best is None or found.tokens > best.tokens):
+                    best = found
+            if best is None:
+                return MatchResult(False, MissReason.NOT_STORED, None, requested, 0, 0)
+            row = best.prefix
+            chain = transaction.chain(row)
+            info = self._info(transaction, row, chain)
+        matched = min(best.tokens, row.token_count)
+        served, shortened_by = _boundary(chain, matched, query.part_kinds)
+        reason = MissReason.NONE if served == requested else MissReason.PARTIAL
+        if shortened_by:
+            reason = MissReason.PART_MISSING
+        if served < max(query.min_tokens, 1):
+            reason = reason if shortened_by else MissReason.TOO_SHORT
+            return MatchResult(False, reason, info, requested, matched, 0, shortened_by)
+        self._vouch(chain)
+        self._note_use(row.id)
+        lease = self._lease(row, query.lease_ms)
+        return MatchResult(True, reason, info, requested, matched, served, shortened_by, lease)
+
+    def _sound(self, ask: Callable[[], Answer]) -> Answer:
+        """Asks again after what was found damaged has been taken out."""
+        while True:
+            try:
+                return ask()
+            except CorruptPrefix as error:
+                self.condemn(error.prefix)
+
+    def _vouch(self, chain: list[PrefixRow]) -> None:
+        """Raises CorruptPrefix unless the files of a chain are there, with the right size."""
+        self._trust(chain)
+        for row in chain:
+            if row.file is None:
+                continue
+            try:
+                size = os.stat(self.directory.resolve(row.file)).st_size
+            except FileNotFoundError:
+                size = -1
+            if row.state == "sealed" and size != row.disk_bytes:
+                problem = Corrupt(f"{row.file} is damaged", namespace=row.namespace)
+                raise CorruptPrefix(problem, row.id)
+
+    def _trust(self, chain: list[PrefixRow]) -> None:
+        """Checks what was acknowledged without a sync under another boot, once."""
+        for depth, row in enumerate(chain):
+            if row.boot is None or row.boot == self._workshop.boot:
+                continue
+            with self._catalog.read() as transaction:
+                extents = transaction.extents(row.id)
+            whole = RowRange(row.base, row.token_count)
+            kinds = frozenset(part.kind for part in parts_of(row))
+            query = FetchQuery(row.namespace, part_kinds=kinds)
+            try:
+                reading = Reading(self.directory, chain[: depth + 1], extents, query, whole)
+            except FileNotFoundError as error:
+                problem = Corrupt(f"a file is gone: {error}", namespace=row.namespace)
+                raise CorruptPrefix(problem, row.id) from error
+            with contextlib.closing(reading):
+                reading.check()
+            with self._catalog.write() as transaction:
+                transaction.update(row.id, boot=None)
+
+    def _find(self, transaction: Transaction, tenant: str, query: FetchQuery) -> PrefixRow | None:
+        if not query.lease_id:
+            return transaction.by_name(tenant, query.namespace)
+        row = transaction.by_lease(query.lease_id, unix_ms())
+        if row is None or row.tenant != tenant:
+            raise Evicted("the lease has ended: look the prefix up again")
+        return row
+
+    def _named(self, tenant: str, namespace: str) -> PrefixRow:
+        check_namespace(namespace)
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, namespace)
+        if row is None:
+            raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
+        return row
+
+    def _lease(self, row: PrefixRow, lease_ms: int) -> bytes:
+        if not lease_ms:
+            return b""
+        lease = secrets.token_bytes(16)
+        with self._catalog.write() as transaction:
+            if transaction.by_id(row.id) is None:
+                return b""
+            transaction.add_lease(lease, row.id, unix_ms() + lease_ms)
+        return lease
+
+    def _export_extents(self, reading: Reading) -> Iterator[ExportExtent]:
+        parent = ""
+        for depth, row in enumerate(reading.chain):
+            assert row.file is not None
+            begin = max(row.base, reading.rows.begin)
+            above = (
+                reading.chain[depth + 1].base if depth + 1 < len(reading.chain) else row.token_count
+            )
+            end = min(above, reading.rows.end)
+            path = self.directory.resolve(row.file)
+            status = path.stat()
+            if begin < end:
+                self._check_once(row, reading)
+                yield ExportExtent(
+                    row.file,
+                    status.st_dev,
+                    status.st_ino,
+                    status.st_size,
+                    len(segment_layout(row, parent).header()),
+                    begin - row.base,
+                    end - begin,
+                    begin,
+                )
+            parent = row.namespace
+
+    def _check_once(self, row: PrefixRow, reading: Reading) -> None:
+        """Checks every page of a segment, unless it has not changed since this process did."""
+        assert row.file is not None
+        status = self.directory.resolve(row.file).stat()
+        state = status.st_ino, status.st_size, status.st_mtime_ns
+        with self._lock:
+            if self._checked.get(row.file) == state:
+                return
+        reading.check(row.id)
+        with self._lock:
+            self._checked[row.file] = state
+            if len(self._checked) > 100_000:
+                del self._checked[next(iter(self._checked))]
+
+    def _scattered(self, found: Fetch, index: int, rows: np.ndarray) -> Iterator[bytes]:
+        row_bytes = found.reading.served_layout.tensors[index].row_bytes
+        per_chunk = max(1, limits.CHUNK_BYTES_MAX // max(row_bytes, 1))
+        try:
+            for start in range(0, len(rows), per_chunk):
+                wanted = rows[start : start + per_chunk].tolist()
+                yield b"".join(found.reading.row(index, row) for row in wanted)
+        except CorruptPrefix as error:
+            self.condemn(error.prefix)
+            raise
+        finally:
+            found.reading.close()
+
+    def _seal(self, row: PrefixRow) -> bool:
+        """Writes a live prefix as a segment; False if somebody was writing to it."""
+        with self._catalog.write() as transaction:
+            now = transaction.by_id(row.id)
+            if (
+                now is None
+                or not now.visible
+                or now.state != "live"
+                or transaction.is_reserved(row.id)
+            ):
+                return False
+            row = now
+            chain = transaction.chain(row)
+            extents = transaction.extents(row.id)
+            token_ids = transaction.token_ids(row.id)
+            parent = chain[-2].namespace if len(chain) > 1 else ""
+            counts = own_row_counts(row)
+            segment = SegmentLayout(
+                layout=Layout.from_json(row.layout),
+                row_counts=counts,
+                token_count=len(token_ids) // 4,
+                model_id=row.model_id,
+                base=row.base,
+                parent=parent,
+            )
+            *_, last = segment.entries()
+            size = len(segment.header()) + last.end
+            reservation = transaction.reserve(self.directory.instance, row.tenant, row.id, size)
+            self.space.make_room(transaction, row.tenant, size)
+        self.space.sweep()
+        name = f"segments/{self.directory.instance}-{row.id}-{reservation}.safetensors"
+        writer = None
+        try:
+            writer = SegmentWriter(self._workshop.files, self.directory.resolve(name), segment)
+            query = FetchQuery(row.namespace)
+            whole = RowRange(row.base, row.base + max(counts, default=0))
+            reading = Reading(self.directory, chain, extents, query, whole)
+            with contextlib.closing(reading):
+                for piece in reading.stream_own(row.base, counts):
+                    writer.write(piece)
+            writer.write(token_ids)
+            writer.finish(on_disk=True)
+            with self._catalog.write(on_disk=True) as transaction:
+                transaction.release(reservation)
+                now = transaction.by_id(row.id)
+                untouched = now is not None and (now.generation, now.row_counts) == (
+                    row.generation,
+                    row.row_counts,
+                )
+                if not untouched or transaction.is_reserved(row.id):
+                    self._workshop.files.unlink(self.directory.resolve(name))
+                    self.space.collect(transaction, row.id)
+                    return False
+                old = [file for file in transaction.extent_files(row.id) if file]
+                old += [row.file] if row.file else []
+                for index, file in enumerate(old):
+                    transaction.add_garbage(file, 0 if index else row.disk_bytes)
+                transaction.replace_extents(row.id, [])
+                uniform = len(set(counts)) <= 1
+                transaction.update(
+                    row.id,
+                    state="sealed",
+                    file=name,
+                    file_tokens=segment.token_count,
+                    row_counts="" if uniform else json.dumps(list(counts)),
+                    disk_bytes=writer.file_bytes,
+                    durability=Durability.DISK.value,
+                    boot=None,
+                )
+        except CorruptPrefix as error:
+            self.condemn(error.prefix)
+            raise
+        finally:
+            if writer is not None:
+                writer.abandon()
+            with self._catalog.write() as transaction:
+                transaction.release(reservation)
+        self.space.sweep()
+        return True
+
+    def _condemn_missing(self, chain: list[PrefixRow], extents: list[ExtentRow]) -> None:
+        """Takes out the first prefix of a chain whose file is gone."""
+        for row in chain:
+            names = [row.file or ""]
+            if row is chain[-1]:
+                names += [extent.file for extent in extents]
+            if any(name and not self.directory.resolve(name).exists() for name in names):
+                self.condemn(row.id)
+                return
+
+    def _info(
+        self, transaction: Transaction, row: PrefixRow, chain: list[PrefixRow] | None = None
+    ) -> PrefixInfo:
+        parent = transaction.by_id(row.parent) if row.parent is not None else None
+        chain = chain or transaction.chain(row)
+        return PrefixInfo(
+            namespace=row.namespace,
+            state=State(row.state),
+            model_id=row.model_id,
+            layout=Layout.from_json(row.layout),
+            token_count=row.token_count,
+            base=row.base,
+            parent=parent.namespace if parent is not None and parent.visible else "",
+            depth=row.depth,
+            generation=row.generation,
+            stored_bytes=row.disk_bytes,
+            fidelity=row.fidelity,
+            created_unix_ms=row.created_unix_ms,
+            durability=Durability.DISK if row.boot is None else Durability.PROCESS,
+            parts=tuple(part for link in chain for part in parts_of(link)),
+            prefill_ms=self._prefill_ms.get(row.id, 0.0),
+        )
+
+    def _restore(self, chain: list[PrefixRow], rows: RowRange) -> Restore:
+        """Returns what handing out rows saves, by what is known of the chain's prefill times."""
+        seconds, unknown = 0.0, 0
+        for depth, row in enumerate(chain):
+            above = chain[depth + 1].base if depth + 1 < len(chain) else rows.end
+            served = max(0, min(above, rows.end) - max(row.base, rows.begin))
+            prefill_ms = self._prefill_ms.get(row.id, 0.0)
+            own = row.token_count - row.base
+            if prefill_ms and own:
+                seconds += prefill_ms / 1_000 * served / own
+            else:
+                unknown += served
+        return Restore(rows.end - rows.begin, seconds, unknown)
+
+    def _note_use(self, prefix: int) -> None:
+        with self._lock:
+            self._uses.pop(prefix, None)
+            self._uses[prefix] = None
+
+    def _note_prefill(self, prefix: int, prefill_ms: float) -> None:
+        with self._lock:
+            if prefill_ms:
+                self._prefill_ms[prefix] = prefill_ms
+            else:
+                self._prefill_ms.pop(prefix, None)
+
+
+def _range(asked: RowRange, row: PrefixRow) -> RowRange:
+    end = asked.end or row.token_count
+    if not asked.begin <= end <= row.token_count:
+        raise RowsOutOfRange(
+            f"rows {asked.begin} to {end} of {row.namespace!r}, which has {row.token_count}",
+            rows=row.token_count,
+            namespace=row.namespace,
+        )
+    return RowRange(asked.begin, end)
+
+
+def _expectation(row: PrefixRow, query: LookupQuery, token_ids: bytes) -> tuple[MissReason, int]:
+    """Returns why a prefix is not what a query expects, and the first token that differs."""
+    if query.model_id and row.model_id != query.model_id:
+        return MissReason.MODEL_DIFFERS, 0
+    if query.token_ids and token_ids != query.token_ids and row.state != "registered":
+        return MissReason.TOKENS_DIFFER, common_tokens(token_ids, query.token_ids)
+    if query.layout is not None and row.layout != query.layout.to_json():
+        return MissReason.LAYOUT_DIFFERS, 0
+    if row.state == "registered":
+        return MissReason.NO_ROWS, 0
+    return MissReason.NONE, 0
+
+
+def _boundary(chain: list[PrefixRow], matched: int, kinds: tuple[str, ...]) -> tuple[int, str]:
+    """Returns the longest boundary up to `matched` that every kind of part has, and what shortened it."""
+    if not kinds:
+        return matched, ""
+    parts = [part for row in chain for part in parts_of(row)]
+    boundaries = {kind: {p.boundary_tokens for p in parts if p.kind == kind} for kind in kinds}
+    common = set.intersection(*boundaries.values())
+    served = max((boundary for boundary in common if boundary <= matched), default=0)
+    if served == matched:
+        return served, ""
+    shortened_by = next((kind for kind in kinds if matched not in boundaries[kind]), kinds[0])
+    return served, shortened_by

@@ -1,0 +1,85 @@
+"""The value receipt: what the store did for its clients.
+
+A hit is counted once, when Lookup or Match answers; tokens, bytes and seconds when a Fetch has ended
+well or an Export has been answered. Seconds are of two kinds and never mixed: measured ones come from a
+prefill time that a client reported, estimated ones from a constant per token.
+"""
+
+import threading
+from typing import NamedTuple
+
+from pion_grpc.storage.catalog import unix_ms
+
+ESTIMATED_SECONDS_PER_TOKEN = 555e-6
+"""Prefill of a 4-bit model with 1 billion parameters on an M-series Mac; larger ones cost more."""
+
+
+class Receipt(NamedTuple):
+    """The counters since `since_unix_ms`."""
+
+    hits: int
+    misses: int
+    measured_hits: int
+    tokens_served: int
+    bytes_streamed: int
+    bytes_exported: int
+    seconds_measured: float
+    seconds_estimated: float
+    since_unix_ms: int
+
+    @property
+    def seconds_avoided(self) -> float:
+        """Prefill time avoided, of both kinds."""
+        return self.seconds_measured + self.seconds_estimated
+
+
+class Restore(NamedTuple):
+    """What one restore saved: tokens whose prefill time is known, and tokens whose is not."""
+
+    tokens: int
+    measured_seconds: float
+    estimated_tokens: int
+
+
+class Ledger:
+    """Counts; safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._receipt = _empty()
+
+    def lookup(self, *, hit: bool) -> None:
+        """Counts the answer of one Lookup or Match."""
+        with self._lock:
+            now = self._receipt
+            self._receipt = now._replace(hits=now.hits + hit, misses=now.misses + (not hit))
+
+    def restored(self, restore: Restore, *, streamed: int = 0, exported: int = 0) -> None:
+        """Counts a Fetch that ended well or an Export that was answered; sizes in bytes."""
+        estimated = restore.estimated_tokens * ESTIMATED_SECONDS_PER_TOKEN
+        with self._lock:
+            now = self._receipt
+            self._receipt = now._replace(
+                measured_hits=now.measured_hits
+                + (restore.tokens > 0 and restore.estimated_tokens == 0),
+                tokens_served=now.tokens_served + restore.tokens,
+                bytes_streamed=now.bytes_streamed + streamed,
+                bytes_exported=now.bytes_exported + exported,
+                seconds_measured=now.seconds_measured + restore.measured_seconds,
+                seconds_estimated=now.seconds_estimated + estimated,
+            )
+
+    def get(self) -> Receipt:
+        """Returns the counters."""
+        with self._lock:
+            return self._receipt
+
+    def reset(self) -> Receipt:
+        """Sets every counter to zero and returns what they were."""
+        with self._lock:
+            before, self._receipt = self._receipt, _empty()
+            return before
+
+
+def _empty() -> Receipt:
+    return Receipt(0, 0, 0, 0, 0, 0, 0.0, 0.0, unix_ms())

@@ -1,0 +1,389 @@
+"""What the core is asked and what it answers: frozen values, checked where they are made.
+
+The transports turn their messages into these, and these into their answers. Every limit of a request
+is checked here, before anything is allocated for it.
+"""
+
+import enum
+import unicodedata
+from dataclasses import dataclass, field
+
+from pion_grpc.errors import InvalidRequest
+from pion_wire import limits
+from pion_wire.blocks import RAW_FIDELITY
+from pion_wire.layout import Layout, PartInfo, Side
+
+
+class State(enum.Enum):
+    """Where a visible prefix stands."""
+
+    REGISTERED = "registered"
+    LIVE = "live"
+    SEALED = "sealed"
+
+
+class Durability(enum.Enum):
+    """How much an acknowledgement promises: survival of the process, or of a power cut."""
+
+    PROCESS = "process"
+    DISK = "disk"
+
+
+class MissReason(enum.Enum):
+    """Why less was served than was asked, or nothing."""
+
+    NONE = ""
+    NOT_STORED = "not_stored"
+    NO_ROWS = "no_rows"
+    TOKENS_DIFFER = "tokens_differ"
+    MODEL_DIFFERS = "model_differs"
+    LAYOUT_DIFFERS = "layout_differs"
+    TOO_SHORT = "too_short"
+    PART_MISSING = "part_missing"
+    PARTIAL = "partial"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixInfo:
+    """What is known of a prefix."""
+
+    namespace: str
+    state: State
+    model_id: str
+    layout: Layout
+    token_count: int
+    base: int
+    parent: str
+    depth: int
+    generation: int
+    stored_bytes: int
+    fidelity: str
+    created_unix_ms: int
+    durability: Durability
+    parts: tuple[PartInfo, ...] = ()
+    prefill_ms: float = 0.0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that all rows have."""
+        return self.token_count * self.layout.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """A caller's hashes over blocks of a prefix: u64 LE each, in token order."""
+
+    block_tokens: int
+    hashes: bytes
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_tokens <= 8_192:
+            raise InvalidRequest("table.block_tokens", f"{self.block_tokens} is outside 1..8192")
+        if len(self.hashes) % 8 or len(self.hashes) > 8 * limits.HASHES_MAX:
+            raise InvalidRequest(
+                "table.hashes",
+                f"{len(self.hashes)} bytes are not at most {limits.HASHES_MAX} hashes of 8 bytes",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LookupQuery:
+    """One name, and what the caller expects under it."""
+
+    namespace: str
+    model_id: str = ""
+    token_ids: bytes = b""
+    layout: Layout | None = None
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+        check_token_ids(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """What was found under one name."""
+
+    hit: bool
+    reason: MissReason
+    prefix: PrefixInfo | None = None
+    first_difference: int = 0
+    lease_id: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class MatchQuery:
+    """A token sequence whose longest stored prefix is wanted."""
+
+    model_id: str
+    token_ids: bytes
+    fidelities: tuple[str, ...] = (RAW_FIDELITY,)
+    min_tokens: int = 0
+    lease_ms: int = limits.LEASE_MS_DEFAULT
+    part_kinds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_model_id(self.model_id)
+        check_token_ids(self.token_ids)
+        if not self.token_ids:
+            raise InvalidRequest("token_ids", "required")
+        if len(self.fidelities) > 16:
+            raise InvalidRequest("fidelities", "more than 16")
+        check_lease(self.lease_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """The longest stored prefix of a token sequence."""
+
+    hit: bool
+    reason: MissReason
+    prefix: PrefixInfo | None
+    requested_tokens: int
+    matched_tokens: int
+    served_tokens: int
+    shortened_by: str = ""
+    lease_id: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHeader:
+    """What a Store declares before its first row."""
+
+    namespace: str
+    model_id: str
+    token_ids: bytes
+    layout: Layout
+    parent: str = ""
+    base: int = 0
+    replace: bool = False
+    durability: Durability = Durability.PROCESS
+    prefill_ms: float = 0.0
+    table: BlockTable | None = None
+    parts: tuple[PartInfo, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.namespace:
+            check_namespace(self.namespace)
+        check_model_id(self.model_id)
+        check_token_ids(self.token_ids)
+        if not self.token_ids:
+            raise InvalidRequest("token_ids", "required: a prefix has at least one token")
+        if not self.layout.tensors and not self.parts:
+            raise InvalidRequest("layout", "required unless there are parts")
+        if bool(self.parent) != bool(self.base):
+            raise InvalidRequest("base", "a parent and a base above 0 belong together")
+        if self.parent:
+            check_namespace(self.parent, "parent_namespace")
+        if self.base > self.token_count:
+            raise InvalidRequest("base", f"{self.base} exceeds the {self.token_count} tokens")
+        check_prefill(self.prefill_ms)
+        _check_parts(self.parts, self.token_count)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of the whole chain."""
+        return len(self.token_ids) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The acknowledgement of a Store."""
+
+    namespace: str
+    already_stored: bool
+    generation: int
+    token_count: int
+    stored_bytes: int
+    durability: Durability
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows `begin` to `end`, counted from the start of the chain; `end` 0 means up to the end."""
+
+    begin: int = 0
+    end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where to go on in a stream of rows and parts."""
+
+    tensor_index: int = 0
+    array_index: int = 0
+    row: int = 0
+    part: int = 0
+    """Counted from 1; 0 means in the rows."""
+    part_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchQuery:
+    """Rows of a prefix, named or leased."""
+
+    namespace: str = ""
+    lease_id: bytes = b""
+    generation: int = 0
+    rows: RowRange = RowRange()
+    slots: frozenset[int] = frozenset()
+    part_kinds: frozenset[str] = frozenset()
+    resume: Position = field(default_factory=Position)
+
+    def __post_init__(self) -> None:
+        if bool(self.namespace) == bool(self.lease_id):
+            raise InvalidRequest("namespace", "give either a namespace or a lease")
+        if self.namespace:
+            check_namespace(self.namespace)
+        if len(self.lease_id) > 16:
+            raise InvalidRequest("lease_id", "is not a lease")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportExtent:
+    """Rows of one segment file, for a client that reads it itself."""
+
+    file_name: str
+    device: int
+    inode: int
+    size_bytes: int
+    data_offset: int
+    file_row: int
+    row_count: int
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The files of a prefix."""
+
+    prefix: PrefixInfo
+    rows: RowRange
+    extents: tuple[ExportExtent, ...]
+    token_ids: bytes
+    lease_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRowsHeader:
+    """Rows that will be written into one tensor at a row."""
+
+    namespace: str
+    slot: int
+    side: Side
+    first_row: int
+    row_count: int
+    durability: Durability = Durability.PROCESS
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+        if self.row_count < 1:
+            raise InvalidRequest("row_count", "at least one row")
+        if self.first_row + self.row_count > limits.TOKENS_MAX:
+            raise InvalidRequest(
+                "first_row",
+                f"rows {self.first_row} to {self.first_row + self.row_count} exceed {limits.TOKENS_MAX}",
+                limit=limits.TOKENS_MAX,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RowsWritten:
+    """The acknowledgement of written rows."""
+
+    row_count: int
+    generation: int
+    durability: Durability
+
+
+def check_namespace(name: str, field: str = "namespace") -> None:
+    """Raises InvalidRequest unless `name` is 1 to 200 bytes of UTF-8 without control characters."""
+    size = len(name.encode("utf-8", "surrogatepass"))
+    if not 1 <= size <= limits.NAMESPACE_BYTES_MAX:
+        raise InvalidRequest(
+            field,
+            f"{size} bytes long; 1 to {limits.NAMESPACE_BYTES_MAX} are allowed",
+            limit=limits.NAMESPACE_BYTES_MAX,
+        )
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        raise InvalidRequest(field, "holds a control character")
+
+
+def check_model_id(model_id: str) -> None:
+    """Raises InvalidRequest unless `model_id` is 1 to 128 bytes."""
+    size = len(model_id.encode())
+    if not 1 <= size <= limits.MODEL_ID_BYTES_MAX:
+        raise InvalidRequest(
+            "model_id",
+            f"{size} bytes long; 1 to {limits.MODEL_ID_BYTES_MAX} are allowed",
+            limit=limits.MODEL_ID_BYTES_MAX,
+        )
+
+
+def check_token_ids(token_ids: bytes) -> None:
+    """Raises InvalidRequest unless `token_ids` are at most a million u32."""
+    if len(token_ids) % 4:
+        raise InvalidRequest("token_ids", f"{len(token_ids)} bytes are no sequence of u32")
+    if len(token_ids) > 4 * limits.TOKENS_MAX:
+        raise InvalidRequest(
+            "token_ids",
+            f"{len(token_ids) // 4} tokens exceed {limits.TOKENS_MAX}",
+            limit=limits.TOKENS_MAX,
+        )
+
+
+def check_lease(lease_ms: int) -> None:
+    """Raises InvalidRequest unless a lease may last so long."""
+    if lease_ms > limits.LEASE_MS_MAX:
+        raise InvalidRequest(
+            "lease_ms", f"{lease_ms} exceeds {limits.LEASE_MS_MAX}", limit=limits.LEASE_MS_MAX
+        )
+
+
+def check_prefill(prefill_ms: float) -> None:
+    """Raises InvalidRequest unless it is 0 to a day."""
+    if not 0 <= prefill_ms <= limits.PREFILL_MS_MAX:
+        raise InvalidRequest(
+            "prefill_ms",
+            f"{prefill_ms} is outside 0..{limits.PREFILL_MS_MAX}",
+            limit=limits.PREFILL_MS_MAX,
+        )
+
+
+def check_names(names: "list[str]") -> None:
+    """Raises InvalidRequest unless there are at most a thousand valid names."""
+    if len(names) > limits.NAMES_MAX:
+        raise InvalidRequest(
+            "namespaces", f"{len(names)} names exceed {limits.NAMES_MAX}", limit=limits.NAMES_MAX
+        )
+    for name in names:
+        check_namespace(name, "namespaces")
+
+
+def _check_parts(parts: tuple[PartInfo, ...], token_count: int) -> None:
+    if len(parts) > limits.PARTS_MAX:
+        raise InvalidRequest(
+            "parts", f"{len(parts)} exceed {limits.PARTS_MAX}", limit=limits.PARTS_MAX
+        )
+    if len({(part.kind, part.slot, part.boundary_tokens) for part in parts}) != len(parts):
+        raise InvalidRequest("parts", "two have the same kind, slot and boundary")
+    for index, part in enumerate(parts):
+        where = f"parts[{index}]"
+        if not 1 <= len(part.kind.encode()) <= limits.PART_KIND_BYTES_MAX:
+            raise InvalidRequest(
+                f"{where}.kind", f"1 to {limits.PART_KIND_BYTES_MAX} bytes are allowed"
+            )
+        if part.slot >= limits.SLOTS_MAX:
+            raise InvalidRequest(f"{where}.slot", f"{part.slot} exceeds {limits.SLOTS_MAX - 1}")
+        if part.boundary_tokens > token_count:
+            raise InvalidRequest(
+                f"{where}.boundary_tokens",
+                f"{part.boundary_tokens} exceeds the {token_count} tokens",
+            )
+        if part.size_bytes > limits.PART_BYTES_MAX:
+            raise InvalidRequest(f"{where}.size_bytes", f"exceeds {limits.PART_BYTES_MAX}")
+        if len(part.description.encode()) > limits.DESCRIPTION_BYTES_MAX:
+            raise InvalidRequest(
+                f"{where}.description", f"exceeds {limits.DESCRIPTION_BYTES_MAX} bytes"
+            )
