@@ -1,0 +1,151 @@
+"""Work that goes on behind the caller: a short queue, one thread, and a clean end.
+
+Knows neither prefixes nor servers: a job is a function.
+
+The one decision: the thread lives only while there is work, and is not a daemon. The interpreter waits
+for such threads when the main one has ended, and lets them start others while it does (gRPC needs
+some), so what was queued is finished although nobody called `close()`; it waits no longer than
+`EXIT_GRACE_S`, then the rest is abandoned. Daemon threads are cut off wherever they happen to be, and
+functions registered with `atexit` run when no thread can be started any more.
+"""
+
+import collections
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+JOBS_MAX = 64
+BYTES_MAX = 2 << 30
+"""Arrays that queued jobs keep in memory: the caller would have freed them by now."""
+EXIT_GRACE_S = 10.0
+"""How long the end of the program waits for what is still queued."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class Abandoned(Exception):
+    """The job is not wanted any more: raised out of `check`."""
+
+
+class _Job(NamedTuple):
+    run: Callable[[], None]
+    abandoned: Callable[[], None]
+    size_bytes: int
+
+
+class Behind:
+    """Runs jobs one after the other on a thread of their own.
+
+    Jobs deal with their own errors: what one raises is logged, and the next one runs. Abandoned is
+    not an error.
+    """
+
+    def __init__(self, *, jobs_max: int = JOBS_MAX, bytes_max: int = BYTES_MAX) -> None:
+        self._jobs_max, self._bytes_max = jobs_max, bytes_max
+        self._changed = threading.Condition()
+        self._jobs: collections.deque[_Job] = collections.deque()
+        self._bytes = 0  # of the job that runs, too
+        self._running = False
+        self._ended = False
+
+    def put(
+        self,
+        run: Callable[[], None],
+        *,
+        size_bytes: int,
+        abandoned: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Queues a job; returns False, and forgets it, if there is no room or no tomorrow.
+
+        Args:
+            run: the job.
+            size_bytes: what the job keeps in memory. A single job may be larger than the limit.
+            abandoned: called instead of `run` if the job never starts.
+        """
+        with self._changed:
+            full = self._bytes and self._bytes + size_bytes > self._bytes_max
+            if self._ended or full or len(self._jobs) >= self._jobs_max:
+                return False
+            if not self._running and not self._start():
+                return False
+            self._jobs.append(_Job(run, abandoned, size_bytes))
+            self._bytes += size_bytes
+        return True
+
+    @property
+    def pending_bytes(self) -> int:
+        """What the jobs that have not ended keep in memory."""
+        return self._bytes
+
+    def check(self, *_: object) -> None:
+        """Raises Abandoned if the work is not wanted any more; jobs call it now and then."""
+        if self._ended:
+            raise Abandoned
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until everything queued has been done; returns False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, timeout_s)
+
+    def abandon(self) -> None:
+        """Takes no more jobs, drops those that wait, and tells the one that runs."""
+        with self._changed:
+            self._ended = True
+            dropped = list(self._jobs)
+            self._jobs.clear()
+            self._bytes -= sum(job.size_bytes for job in dropped)
+        for job in dropped:
+            job.abandoned()
+
+    def _start(self) -> bool:
+        try:
+            threading.Thread(target=self._work, name="pion-behind").start()
+        except RuntimeError:  # the interpreter is past starting threads
+            return False
+        self._running = True
+        _mind_exit(self)
+        return True
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job.run()
+            except Abandoned:
+                pass
+            except Exception:
+                _log.exception("a job behind the caller failed")
+            size_bytes = job.size_bytes
+            del job  # its arrays must not outlive it
+            with self._changed:
+                self._bytes -= size_bytes
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            if self._jobs:
+                return self._jobs.popleft()
+            self._running = False
+            self._changed.notify_all()
+            return None
+
+
+_minded: "weakref.WeakSet[Behind]" = weakref.WeakSet()
+_minder: list[threading.Thread] = []
+
+
+def _mind_exit(behind: Behind) -> None:
+    _minded.add(behind)
+    if not _minder:
+        _minder.append(threading.Thread(target=_end_in_time, name="pion-exit", daemon=True))
+        _minder[0].start()
+
+
+def _end_in_time() -> None:
+    threading.main_thread().join()
+    deadline = time.monotonic() + EXIT_GRACE_S
+    for behind in list(_minded):
+        if not behind.flush(max(0.0, deadline - time.monotonic())):
+            behind.abandon()
