@@ -233,6 +233,8 @@ class PrefixStore:
         for query in queries:
             result = self._sound(functools.partial(self._lookup, tenant, query, lease_ms))
             self.ledger.lookup(hit=result.hit)
+            if result.hit:
+                self._credit(query, result)
             results.append(result)
         return results
 
@@ -385,6 +387,17 @@ class PrefixStore:
             return Fetch(info, reading, token_ids[: 4 * rows.end], restore)
         raise AssertionError("two attempts end one way or the other")
 
+    @contextlib.contextmanager
+    def guarded(self, reading: Reading) -> Iterator[None]:
+        """Closes a reading at the end, and takes out the prefix whose damage it meets."""
+        try:
+            yield
+        except CorruptPrefix as error:
+            self.condemn(error.prefix)
+            raise
+        finally:
+            reading.close()
+
     def fetched(self, fetch: Fetch, streamed_bytes: int) -> None:
         """Counts a Fetch that has ended well."""
         self.ledger.restored(fetch.restore, streamed=streamed_bytes)
@@ -400,7 +413,7 @@ class PrefixStore:
         found = self.fetch(tenant, query)
         if isinstance(found, LookupResult):
             raise NotStored(f"{query.namespace!r} is not stored", namespace=query.namespace)
-        try:
+        with self.guarded(found.reading):
             if found.prefix.state is not State.SEALED:
                 raise NotStored(
                     f"{found.prefix.namespace!r} is live, its rows are in no segment yet: stream them",
@@ -413,11 +426,6 @@ class PrefixStore:
                 if transaction.by_id(row.id) is None:
                     raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace)
                 transaction.add_lease(lease, row.id, unix_ms() + max(lease_ms, 1))
-        except CorruptPrefix as error:
-            self.condemn(error.prefix)
-            raise
-        finally:
-            found.reading.close()
         self.ledger.restored(found.restore, exported=found.reading.total_bytes)
         return Export(found.prefix, found.reading.rows, extents, found.token_ids, lease)
 
@@ -606,6 +614,17 @@ class PrefixStore:
             except CorruptPrefix as error:
                 self.condemn(error.prefix)
 
+    def _credit(self, query: LookupQuery, result: LookupResult) -> None:
+        """Counts what a caller restored by other means than Fetch, if it says so."""
+        if query.restored_tokens is None and query.restored_prefill_ms is None:
+            return
+        assert result.prefix is not None
+        tokens = query.restored_tokens
+        if tokens is None:
+            tokens = result.prefix.token_count
+        seconds = (query.restored_prefill_ms or 0.0) / 1_000
+        self.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
+
     def _vouch(self, chain: list[PrefixRow]) -> None:
         """Raises CorruptPrefix unless the files of a chain are there, with the right size."""
         self._trust(chain)
@@ -708,15 +727,10 @@ class PrefixStore:
     def _scattered(self, found: Fetch, index: int, rows: np.ndarray) -> Iterator[bytes]:
         row_bytes = found.reading.served_layout.tensors[index].row_bytes
         per_chunk = max(1, limits.CHUNK_BYTES_MAX // max(row_bytes, 1))
-        try:
+        with self.guarded(found.reading):
             for start in range(0, len(rows), per_chunk):
                 wanted = rows[start : start + per_chunk].tolist()
                 yield b"".join(found.reading.row(index, row) for row in wanted)
-        except CorruptPrefix as error:
-            self.condemn(error.prefix)
-            raise
-        finally:
-            found.reading.close()
 
     def _seal(self, row: PrefixRow) -> bool:
         """Writes a live prefix as a segment; False if somebody was writing to it."""
@@ -883,7 +897,7 @@ def _expectation(row: PrefixRow, query: LookupQuery, token_ids: bytes) -> tuple[
 
 
 def _boundary(chain: list[PrefixRow], matched: int, kinds: tuple[str, ...]) -> tuple[int, str]:
-    """Returns the longest boundary up to `matched` that every kind of part has, and what shortened it."""
+    """Returns the longest boundary up to `matched` that all kinds of parts have, and what cut it."""
     if not kinds:
         return matched, ""
     parts = [part for row in chain for part in parts_of(row)]

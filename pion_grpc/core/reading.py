@@ -15,7 +15,8 @@ from pion_grpc.errors import Corrupt
 from pion_grpc.storage.catalog import ExtentRow, PrefixRow
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
-from pion_wire.layout import ArrayLayout, Layout, PartInfo
+from pion_wire.codecs import ArrayLayout
+from pion_wire.layout import Layout, PartInfo
 from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.segment import SegmentLayout
 

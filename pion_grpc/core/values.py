@@ -13,6 +13,9 @@ from pion_wire import limits
 from pion_wire.blocks import RAW_FIDELITY
 from pion_wire.layout import Layout, PartInfo, Side
 
+RESTORED_TOKENS_MAX = 100_000_000
+"""Tokens that one Lookup may credit to the receipt."""
+
 
 class State(enum.Enum):
     """Where a visible prefix stands."""
@@ -94,10 +97,17 @@ class LookupQuery:
     model_id: str = ""
     token_ids: bytes = b""
     layout: Layout | None = None
+    restored_tokens: int | None = None
+    """For the receipt: tokens that the caller restored by other means, credited with the hit."""
+    restored_prefill_ms: float | None = None
+    """For the receipt: their measured prefill time."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
         check_token_ids(self.token_ids)
+        if (self.restored_tokens or 0) > RESTORED_TOKENS_MAX:
+            raise InvalidRequest("restored_tokens", f"exceeds {RESTORED_TOKENS_MAX}")
+        check_prefill(self.restored_prefill_ms or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,144 @@
+"""The configuration: one dataclass that is at once the table of flags, environment and defaults.
+
+Each field is a flag (`disk_budget` is `--disk-budget`) and an environment variable (`PION_DISK_BUDGET`);
+a flag wins over the environment, that over the default.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(text: str) -> int:
+    """Returns the bytes of a size such as `20GiB`, `512m` or `1000000`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    unit = number[-1:] if number[-1:].isalpha() else ""
+    digits = number.removesuffix(unit)
+    if unit not in _UNITS or not digits.replace(".", "", 1).isdigit():
+        raise ValueError(f"{text!r} is no size: write 20GiB, 512MiB or a number of bytes")
+    return int(float(digits) * _UNITS[unit])
+
+
+def parse_bool(text: str) -> bool:
+    """Returns whether a text such as `1`, `true` or `yes` means yes.
+
+    Raises:
+        ValueError: it means neither yes nor no.
+    """
+    known = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "": False,
+    }
+    if text.strip().lower() not in known:
+        raise ValueError(f"{text!r} is neither yes nor no")
+    return known[text.strip().lower()]
+
+
+def default_data() -> Path:
+    """Returns where data lies unless told otherwise."""
+    if sys.platform == "darwin":
+        base = "~/Library/Application Support"
+    else:
+        base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "pion-grpc"
+
+
+def _setting(default: Any, parse: Callable[[str], Any], text: str, metavar: str = "") -> Any:
+    metadata = {"parse": parse, "help": text, "metavar": metavar}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that can be set about a server."""
+
+    data: Path = _setting(default_data, lambda t: Path(t).expanduser(), "data directory", "DIR")
+    listen: str = _setting(
+        "127.0.0.1:50051", str, "HOST:PORT or unix:PATH; port 0 picks one", "ADDRESS"
+    )
+    disk_budget: int = _setting(
+        20 << 30, parse_bytes, "bytes on disk; every file of the directory counts", "SIZE"
+    )
+    tenant_budget: int = _setting(0, parse_bytes, "bytes on disk per tenant; 0: no quota", "SIZE")
+    resident_budget: int = _setting(
+        2 << 30, parse_bytes, "bytes that attend keeps resident", "SIZE"
+    )
+    streams_max: int = _setting(64, int, "streams served at once", "N")
+    stall_ms: int = _setting(
+        60_000, int, "a stream whose peer does nothing for so long is cut off", "MS"
+    )
+    drain_ms: int = _setting(
+        1_000, int, "time for proxies to notice that the server is going", "MS"
+    )
+    grace_ms: int = _setting(10_000, int, "time for running calls to end at shutdown", "MS")
+    no_export: bool = _setting(
+        False, parse_bool, "never answer Export; clients on this host stream, too"
+    )
+    insecure_bind: bool = _setting(
+        False, parse_bool, "listen beyond this host without a password; anyone may read and write"
+    )
+    password_file: Path | None = _setting(
+        None,
+        lambda t: Path(t).expanduser(),
+        "file with the password that clients must give",
+        "FILE",
+    )
+
+    def __post_init__(self) -> None:
+        if self.disk_budget < 16 << 20:
+            raise ValueError("--disk-budget: below 16 MiB there is no room for the catalogue")
+        if not 1 <= self.streams_max <= 1_024:
+            raise ValueError("--streams-max: 1 to 1024")
+        for name in ("stall_ms", "drain_ms", "grace_ms"):
+            if not 0 <= getattr(self, name) <= 3_600_000:
+                raise ValueError(f"--{name.replace('_', '-')}: 0 to 3600000")
+
+    def password(self, environment: Mapping[str, str] = os.environ) -> str:
+        """Returns the password from its file, or from PION_PASSWORD; empty means none is needed.
+
+        Raises:
+            ValueError: the file cannot be read, or is empty.
+        """
+        if self.password_file is None:
+            return environment.get("PION_PASSWORD", "")
+        try:
+            password = self.password_file.read_text().rstrip()
+        except OSError as error:
+            raise ValueError(f"--password-file: {error}") from error
+        if not password:
+            raise ValueError(f"--password-file: {self.password_file} is empty")
+        return password
+
+
+def environment_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Returns the settings that the environment gives.
+
+    Raises:
+        ValueError: one cannot be read; names it.
+    """
+    settings = {}
+    for field in dataclasses.fields(Config):
+        name = f"PION_{field.name.upper()}"
+        if name in environment:
+            try:
+                settings[field.name] = field.metadata["parse"](environment[name])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+    return settings

@@ -1,0 +1,96 @@
+"""The one table from domain errors to gRPC: code, and the rich status that carries the reason.
+
+Whatever leaves a handler passes `translated`; what is not a `PionError` is logged there, once, with its
+traceback, and leaves as INTERNAL without a word of it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import grpc
+import structlog
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from pion_grpc.errors import InvalidRequest, PionError
+from pion_wire.layout import LayoutError
+
+DOMAIN = "pion.v1"
+
+CODES = {
+    "INVALID": grpc.StatusCode.INVALID_ARGUMENT,
+    "CHECKSUM": grpc.StatusCode.INVALID_ARGUMENT,
+    "ROWS": grpc.StatusCode.OUT_OF_RANGE,
+    "LAYOUT": grpc.StatusCode.FAILED_PRECONDITION,
+    "GENERATION": grpc.StatusCode.FAILED_PRECONDITION,
+    "OTHER_CONTENT": grpc.StatusCode.FAILED_PRECONDITION,
+    "NOT_STORED": grpc.StatusCode.NOT_FOUND,
+    "EVICTED": grpc.StatusCode.NOT_FOUND,
+    "COLD": grpc.StatusCode.FAILED_PRECONDITION,
+    "MISSING": grpc.StatusCode.NOT_FOUND,
+    "BUDGET": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "QUOTA": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "DISK_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "TOO_MANY_STREAMS": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "NO_BACKEND": grpc.StatusCode.UNIMPLEMENTED,
+    "STARTING": grpc.StatusCode.UNAVAILABLE,
+    "DRAINING": grpc.StatusCode.UNAVAILABLE,
+    "CORRUPT": grpc.StatusCode.DATA_LOSS,
+    "STALLED": grpc.StatusCode.CANCELLED,
+    "NOT_AUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
+    "NOT_ALLOWED": grpc.StatusCode.PERMISSION_DENIED,
+    "INTERNAL": grpc.StatusCode.INTERNAL,
+    "CONFLICT": grpc.StatusCode.ABORTED,
+}
+
+_log = structlog.get_logger()
+
+
+def error_status(error: PionError) -> status_pb2.Status:
+    """Returns the rich status of a domain error."""
+    code: int = CODES[error.reason].value[0]
+    details = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    ]
+    status = status_pb2.Status(code=code, message=str(error))
+    status.details.extend(_pack(detail) for detail in details)
+    if isinstance(error, InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=str(error)
+        )
+        status.details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    if error.retry_after_ms:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        status.details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status
+
+
+@contextlib.contextmanager
+def translated(context: grpc.ServicerContext, method: str) -> Iterator[None]:
+    """Ends the call with the status of what is raised inside."""
+    try:
+        yield
+    except PionError as error:
+        problem = error
+    except LayoutError as error:
+        problem = InvalidRequest(f"layout.{error.field}", error.message)
+    except Exception:
+        if not context.is_active():
+            raise  # the peer is gone: nobody to tell, and what was raised follows from that
+        _log.exception("internal error", method=method)
+        problem = PionError("internal error; the server's log has the details")
+    else:
+        return
+    context.abort_with_status(rpc_status.to_status(error_status(problem)))
+
+
+def _pack(
+    message: error_details_pb2.ErrorInfo
+    | error_details_pb2.BadRequest
+    | error_details_pb2.RetryInfo,
+) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,504 @@
+"""pion.v1.PrefixStore: messages to values, values to messages, and chunks framed by hand."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from crc32c import crc32c
+from google.protobuf.message import DecodeError, Message
+
+from pion_grpc import __version__
+from pion_grpc.config import Config
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.reading import Rows
+from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.values import (
+    BlockTable,
+    Durability,
+    FetchQuery,
+    LookupQuery,
+    LookupResult,
+    MatchQuery,
+    MissReason,
+    Position,
+    PrefixInfo,
+    RowRange,
+    State,
+    StoreHeader,
+    WriteRowsHeader,
+)
+from pion_grpc.errors import InvalidRequest, NoBackend
+from pion_grpc.rpc.service import Call
+from pion_wire import limits
+from pion_wire.codecs import CHOICES
+from pion_wire.framing import (
+    FrameError,
+    HeaderBytes,
+    PartChunk,
+    RowChunk,
+    frame_header,
+    frame_part,
+    frame_rows,
+    parse_message,
+)
+from pion_wire.messages import (
+    layout_from_message,
+    layout_to_message,
+    part_from_message,
+    part_to_message,
+    side_from_value,
+    tensor_to_message,
+)
+from pion_wire.v1 import prefix_store_pb2 as pb
+from pion_wire.v1 import types_pb2
+
+_REASONS = {
+    MissReason.NONE: types_pb2.MISS_REASON_UNSPECIFIED,
+    MissReason.NOT_STORED: types_pb2.MISS_REASON_NOT_STORED,
+    MissReason.NO_ROWS: types_pb2.MISS_REASON_NO_ROWS,
+    MissReason.TOKENS_DIFFER: types_pb2.MISS_REASON_TOKENS_DIFFER,
+    MissReason.MODEL_DIFFERS: types_pb2.MISS_REASON_MODEL_DIFFERS,
+    MissReason.LAYOUT_DIFFERS: types_pb2.MISS_REASON_LAYOUT_DIFFERS,
+    MissReason.TOO_SHORT: types_pb2.MISS_REASON_TOO_SHORT,
+    MissReason.PART_MISSING: types_pb2.MISS_REASON_PART_MISSING,
+    MissReason.PARTIAL: types_pb2.MISS_REASON_PARTIAL,
+}
+_STATES = {
+    State.REGISTERED: types_pb2.PREFIX_STATE_REGISTERED,
+    State.LIVE: types_pb2.PREFIX_STATE_LIVE,
+    State.SEALED: types_pb2.PREFIX_STATE_SEALED,
+}
+_DURABILITIES = {
+    Durability.PROCESS: types_pb2.DURABILITY_PROCESS,
+    Durability.DISK: types_pb2.DURABILITY_DISK,
+}
+
+
+Header = TypeVar("Header", bound=Message)
+Answer = TypeVar("Answer", covariant=True)
+
+
+class Session(Protocol[Answer]):
+    """What takes the chunks of a client stream."""
+
+    def write(self, chunk: Any) -> None:
+        """Takes the next chunk."""
+
+    def publish(self) -> Answer:
+        """Makes what came visible."""
+
+    def abandon(self) -> None:
+        """Removes what came."""
+
+
+class PrefixStoreService:
+    """One method per RPC; see the proto for what each does."""
+
+    def __init__(self, store: PrefixStore, config: Config, started_unix_ms: int) -> None:
+        self._store = store
+        self._config = config
+        self._started_unix_ms = started_unix_ms
+
+    def Register(
+        self, request: pb.PrefixStoreRegisterRequest, call: Call
+    ) -> pb.PrefixStoreRegisterResponse:
+        """Declares a prefix."""
+        table = _table(request.table) if request.HasField("table") else None
+        info = self._store.register(
+            call.tenant,
+            request.namespace,
+            layout_from_message(request.layout),
+            request.model_id,
+            table,
+            request.prefill_ms,
+        )
+        return pb.PrefixStoreRegisterResponse(state=_STATES[info.state], generation=info.generation)
+
+    def Lookup(
+        self, request: pb.PrefixStoreLookupRequest, call: Call
+    ) -> pb.PrefixStoreLookupResponse:
+        """Says what is stored under names."""
+        queries = [
+            LookupQuery(
+                query.namespace,
+                query.model_id,
+                query.token_ids,
+                layout_from_message(query.layout) if query.HasField("layout") else None,
+                query.restored_tokens if query.HasField("restored_tokens") else None,
+                query.restored_prefill_ms if query.HasField("restored_prefill_ms") else None,
+            )
+            for query in request.queries
+        ]
+        results = self._store.lookup(call.tenant, queries, request.lease_ms)
+        return pb.PrefixStoreLookupResponse(
+            results=[
+                pb.PrefixStoreLookupResponse.Result(
+                    hit=result.hit,
+                    reason=_REASONS[result.reason],
+                    prefix=_info(result.prefix),
+                    first_difference=result.first_difference,
+                    lease_id=result.lease_id,
+                )
+                for result in results
+            ]
+        )
+
+    def Match(self, request: pb.PrefixStoreMatchRequest, call: Call) -> pb.PrefixStoreMatchResponse:
+        """Finds the longest stored prefix."""
+        query = MatchQuery(
+            request.model_id,
+            request.token_ids,
+            tuple(request.fidelities) or ("raw",),
+            request.min_tokens,
+            request.lease_ms if request.HasField("lease_ms") else limits.LEASE_MS_DEFAULT,
+            tuple(request.part_kinds),
+        )
+        result = self._store.match(call.tenant, query)
+        return pb.PrefixStoreMatchResponse(
+            hit=result.hit,
+            reason=_REASONS[result.reason],
+            prefix=_info(result.prefix),
+            requested_tokens=result.requested_tokens,
+            matched_tokens=result.matched_tokens,
+            served_tokens=result.served_tokens,
+            shortened_by=result.shortened_by,
+            lease_id=result.lease_id,
+        )
+
+    def Store(self, messages: Iterator[bytes], call: Call) -> pb.PrefixStoreStoreResponse:
+        """Stores one prefix."""
+        header = _store_header(_first(messages, pb.PrefixStoreStoreHeader))
+        session = self._store.store(call.tenant, header)
+        if isinstance(session, StoreSession):
+            stored = _fill(session, messages)
+            self._store.stored(call.tenant, header, stored)
+        else:
+            stored = session
+        return pb.PrefixStoreStoreResponse(
+            namespace=stored.namespace,
+            already_stored=stored.already_stored,
+            generation=stored.generation,
+            token_count=stored.token_count,
+            stored_bytes=stored.stored_bytes,
+            durability=_DURABILITIES[stored.durability],
+            base=stored.base,
+        )
+
+    def Fetch(self, request: pb.PrefixStoreFetchRequest, call: Call) -> Iterator[bytes]:
+        """Streams rows."""
+        resume = Position(
+            request.resume_tensor_index,
+            request.resume_array_index,
+            request.resume_row,
+            request.resume_part,
+            request.resume_part_offset_bytes,
+        )
+        query = FetchQuery(
+            request.namespace,
+            request.lease_id,
+            request.generation,
+            RowRange(request.rows.begin, request.rows.end),
+            frozenset(request.slots),
+            frozenset(request.part_kinds),
+        )
+        found = self._store.fetch(call.tenant, query)
+        if isinstance(found, LookupResult):
+            header = pb.PrefixStoreFetchHeader(reason=_REASONS[found.reason])
+            yield frame_header(header.SerializeToString())
+            return
+        reading = found.reading
+        header = pb.PrefixStoreFetchHeader(
+            found=True,
+            prefix=_info(found.prefix),
+            layout=layout_to_message(reading.served_layout),
+            rows=types_pb2.RowRange(begin=reading.rows.begin, end=reading.rows.end),
+            total_bytes=reading.total_bytes,
+            token_ids=found.token_ids,
+            parts=[part_to_message(part) for part in reading.parts],
+        )
+        sent = 0
+        with self._store.guarded(reading):
+            yield frame_header(header.SerializeToString())
+            for piece in reading.stream(resume):
+                if isinstance(piece, Rows):
+                    yield frame_rows(*piece)
+                else:
+                    yield frame_part(*piece)
+                sent += len(piece.data)
+        self._store.fetched(found, sent)
+
+    def Export(
+        self, request: pb.PrefixStoreExportRequest, call: Call
+    ) -> pb.PrefixStoreExportResponse:
+        """Names the files of a prefix."""
+        if self._config.no_export:
+            raise NoBackend("export is switched off here: stream instead")
+        query = FetchQuery(
+            request.namespace,
+            request.lease_id,
+            rows=RowRange(request.rows.begin, request.rows.end),
+        )
+        lease_ms = request.lease_ms if request.HasField("lease_ms") else limits.LEASE_MS_DEFAULT
+        export = self._store.export(call.tenant, query, lease_ms)
+        directory = self._store.directory
+        return pb.PrefixStoreExportResponse(
+            directory=str(directory.path),
+            host_token=directory.host_token,
+            prefix=_info(export.prefix),
+            rows=types_pb2.RowRange(begin=export.rows.begin, end=export.rows.end),
+            extents=[
+                pb.PrefixStoreExportResponse.Extent(
+                    file_name=extent.file_name,
+                    device=extent.device,
+                    inode=extent.inode,
+                    size_bytes=extent.size_bytes,
+                    data_offset_bytes=extent.data_offset,
+                    file_row=extent.file_row,
+                    row_count=extent.row_count,
+                    first_row=extent.first_row,
+                )
+                for extent in export.extents
+            ],
+            token_ids=export.token_ids,
+            lease_id=export.lease_id,
+        )
+
+    def Drop(self, request: pb.PrefixStoreDropRequest, call: Call) -> pb.PrefixStoreDropResponse:
+        """Takes names away."""
+        names = list(request.namespaces)
+        results = zip(names, self._store.drop(call.tenant, names), strict=True)
+        return pb.PrefixStoreDropResponse(
+            results=[
+                pb.PrefixStoreDropResponse.Result(namespace=name, dropped=dropped)
+                for name, dropped in results
+            ]
+        )
+
+    def List(self, request: pb.PrefixStoreListRequest, call: Call) -> pb.PrefixStoreListResponse:
+        """Lists what is visible."""
+        size = request.page_size or 100
+        page = self._store.list_page(
+            call.tenant, prefix=request.namespace_prefix, after=request.page_token, count=size
+        )
+        return pb.PrefixStoreListResponse(
+            prefixes=[_prefix_info(info) for info in page],
+            next_page_token=page[-1].namespace if len(page) == size else "",
+        )
+
+    def Blocks(
+        self, request: pb.PrefixStoreBlocksRequest, call: Call
+    ) -> pb.PrefixStoreBlocksResponse:
+        """Returns a table."""
+        table = self._store.block_table(call.tenant, request.namespace)
+        if table is None:
+            return pb.PrefixStoreBlocksResponse(known=False)
+        message = types_pb2.BlockTable(block_tokens=table.block_tokens, hashes=table.hashes)
+        return pb.PrefixStoreBlocksResponse(known=True, table=message)
+
+    def Membership(
+        self, request: pb.PrefixStoreMembershipRequest, call: Call
+    ) -> pb.PrefixStoreMembershipResponse:
+        """Probes tables."""
+        if len(request.namespaces) > limits.NAMES_MAX:
+            raise InvalidRequest("namespaces", f"more than {limits.NAMES_MAX}")
+        bitmaps = [
+            self._store.membership(call.tenant, name, request.hashes) for name in request.namespaces
+        ]
+        return pb.PrefixStoreMembershipResponse(
+            results=[
+                pb.PrefixStoreMembershipResponse.Result(
+                    known=bitmap is not None, bitmap=bitmap or b""
+                )
+                for bitmap in bitmaps
+            ]
+        )
+
+    def Save(self, request: pb.PrefixStoreSaveRequest, call: Call) -> pb.PrefixStoreSaveResponse:
+        """Seals live prefixes."""
+        count = self._store.save(call.tenant, list(request.namespaces))
+        return pb.PrefixStoreSaveResponse(sealed_count=count)
+
+    def Sync(self, request: pb.PrefixStoreSyncRequest, call: Call) -> pb.PrefixStoreSyncResponse:
+        """The durability barrier."""
+        self._store.sync()
+        return pb.PrefixStoreSyncResponse()
+
+    def WriteRows(self, messages: Iterator[bytes], call: Call) -> pb.PrefixStoreWriteRowsResponse:
+        """Writes rows of one tensor."""
+        message = _first(messages, pb.PrefixStoreWriteRowsHeader)
+        header = WriteRowsHeader(
+            message.namespace,
+            message.slot,
+            side_from_value(message.side),
+            message.first_row,
+            message.row_count,
+            _durability(message.durability),
+        )
+        written = _fill(self._store.write_rows(call.tenant, header), messages)
+        return pb.PrefixStoreWriteRowsResponse(
+            row_count=written.row_count,
+            generation=written.generation,
+            durability=_DURABILITIES[written.durability],
+        )
+
+    def ReadRows(
+        self, request: pb.PrefixStoreReadRowsRequest, call: Call
+    ) -> Iterator[pb.PrefixStoreReadRowsResponse]:
+        """Reads scattered rows."""
+        if len(request.rows) % 4:
+            raise InvalidRequest("rows", f"{len(request.rows)} bytes are no sequence of u32")
+        rows = np.frombuffer(request.rows, dtype="<u4")
+        side = side_from_value(request.side)
+        found = self._store.read_rows(call.tenant, request.namespace, request.slot, side, rows)
+        if found is None:
+            yield pb.PrefixStoreReadRowsResponse(reason=types_pb2.MISS_REASON_NO_ROWS)
+            return
+        layout, pieces = found
+        yield pb.PrefixStoreReadRowsResponse(tensor=tensor_to_message(layout.tensors[0]))
+        for data in pieces:
+            yield pb.PrefixStoreReadRowsResponse(crc32c=crc32c(data), data=data)
+
+    def Snapshot(
+        self, request: pb.PrefixStoreSnapshotRequest, call: Call
+    ) -> pb.PrefixStoreSnapshotResponse:
+        """Remembers row counts."""
+        snapshot_id = self._store.snapshot(call.tenant, request.namespace)
+        return pb.PrefixStoreSnapshotResponse(snapshot_id=snapshot_id)
+
+    def Restore(
+        self, request: pb.PrefixStoreRestoreRequest, call: Call
+    ) -> pb.PrefixStoreRestoreResponse:
+        """Cuts rows back."""
+        generation = self._store.restore_snapshot(
+            call.tenant, request.namespace, request.snapshot_id
+        )
+        return pb.PrefixStoreRestoreResponse(generation=generation)
+
+    def Release(
+        self, request: pb.PrefixStoreReleaseRequest, call: Call
+    ) -> pb.PrefixStoreReleaseResponse:
+        """Forgets a snapshot."""
+        released = self._store.release_snapshot(call.tenant, request.namespace, request.snapshot_id)
+        return pb.PrefixStoreReleaseResponse(released=released)
+
+    def Describe(
+        self,
+        request: pb.PrefixStoreDescribeRequest,
+        call: Call,
+    ) -> pb.PrefixStoreDescribeResponse:
+        """Describes the server."""
+        config, totals = self._config, self._store.totals()
+        in_force = {
+            name.lower(): value for name, value in vars(limits).items() if isinstance(value, int)
+        }
+        in_force |= {name: getattr(config, name) for name in ("streams_max", "stall_ms")}
+        return pb.PrefixStoreDescribeResponse(
+            version=__version__,
+            limits=[
+                pb.PrefixStoreDescribeResponse.Limit(name=name, value=value)
+                for name, value in sorted(in_force.items())
+            ],
+            codecs=CHOICES,
+            disk_budget_bytes=config.disk_budget,
+            disk_used_bytes=totals.disk_used_bytes,
+            resident_budget_bytes=config.resident_budget,
+            prefix_count=totals.prefixes,
+            row_count=totals.rows,
+            evicted_count=totals.evicted,
+            corrupt_count=totals.corrupt,
+            live_bytes=totals.live_bytes,
+            started_unix_ms=self._started_unix_ms,
+            export_enabled=not config.no_export,
+            tenant_budget_bytes=config.tenant_budget,
+        )
+
+
+def _first(messages: Iterator[bytes], kind: type[Header]) -> Header:
+    """Returns the header that a client stream begins with."""
+    message = next(messages, None)
+    if message is None:
+        raise InvalidRequest("header", "the stream is empty")
+    parsed = _parse(message)
+    if not isinstance(parsed, HeaderBytes):
+        raise InvalidRequest("header", "the stream does not begin with one")
+    try:
+        return kind.FromString(bytes(parsed.message))
+    except DecodeError as error:
+        raise InvalidRequest("header", f"not a {kind.DESCRIPTOR.name}") from error
+
+
+def _fill(session: "Session[Answer]", messages: Iterator[bytes]) -> Answer:
+    """Hands the chunks of a client stream to a session, and publishes it or abandons it."""
+    try:
+        for message in messages:
+            chunk = _parse(message)
+            if isinstance(chunk, HeaderBytes):
+                raise InvalidRequest("header", "came twice")
+            session.write(chunk)
+        return session.publish()
+    except BaseException:
+        session.abandon()
+        raise
+
+
+def _parse(message: bytes) -> HeaderBytes | RowChunk | PartChunk:
+    try:
+        return parse_message(message)
+    except FrameError as error:
+        raise InvalidRequest("message", str(error)) from error
+
+
+def _store_header(message: pb.PrefixStoreStoreHeader) -> StoreHeader:
+    if len(message.parts) > limits.PARTS_MAX:
+        raise InvalidRequest("parts", f"more than {limits.PARTS_MAX}", limit=limits.PARTS_MAX)
+    return StoreHeader(
+        message.namespace,
+        message.model_id,
+        message.token_ids,
+        layout_from_message(message.layout),
+        message.parent_namespace,
+        message.base,
+        message.replace,
+        _durability(message.durability),
+        message.prefill_ms,
+        _table(message.table) if message.HasField("table") else None,
+        tuple(part_from_message(part) for part in message.parts),
+    )
+
+
+def _durability(value: int) -> Durability:
+    if value == types_pb2.DURABILITY_UNSPECIFIED:
+        return Durability.PROCESS
+    for durability, known in _DURABILITIES.items():
+        if value == known:
+            return durability
+    raise InvalidRequest("durability", f"{value} is unknown")
+
+
+def _table(message: types_pb2.BlockTable) -> BlockTable:
+    return BlockTable(message.block_tokens, message.hashes)
+
+
+def _info(info: PrefixInfo | None) -> pb.PrefixInfo | None:
+    return None if info is None else _prefix_info(info)
+
+
+def _prefix_info(info: PrefixInfo) -> pb.PrefixInfo:
+    return pb.PrefixInfo(
+        namespace=info.namespace,
+        state=_STATES[info.state],
+        model_id=info.model_id,
+        layout=layout_to_message(info.layout),
+        token_count=info.token_count,
+        base=info.base,
+        parent_namespace=info.parent,
+        generation=info.generation,
+        stored_bytes=info.stored_bytes,
+        row_bytes=info.row_bytes,
+        fidelity=info.fidelity,
+        created_unix_ms=info.created_unix_ms,
+        durability=_DURABILITIES[info.durability],
+        parts=[part_to_message(part) for part in info.parts],
+        prefill_ms=info.prefill_ms,
+        depth=info.depth,
+    )

@@ -1,0 +1,246 @@
+"""The server: puts the parts together, serves until told to stop, and stops in order.
+
+SIGTERM: health says NOT_SERVING, proxies get `drain_ms` to notice, running calls `grace_ms` to end, the
+store is made durable and closed; then the process ends, even if a handler hangs.
+"""
+
+import ctypes
+import ctypes.util
+import ipaddress
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pion_grpc import __version__
+from pion_grpc.config import Config
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.errors import CannotStart, PionError
+from pion_grpc.rpc.prefix_store import PrefixStoreService
+from pion_grpc.rpc.service import Credentials, Streams, service_handler
+from pion_grpc.rpc.stats import StatsService
+from pion_grpc.rpc.unimplemented import UnimplementedService
+from pion_grpc.storage.catalog import unix_ms
+from pion_grpc.storage.directory import DataDirectory
+from pion_wire.v1 import attend_pb2, prefix_store_pb2, ssm_state_pb2, stats_pb2
+
+UNARY_THREADS = 32
+"""Threads beside one for each permitted stream, so that unary calls and health never wait for those."""
+MESSAGE_BYTES_MAX = 65 << 20
+"""What a client may send at once: a 64 MiB attend query and its framing."""
+TICK_S = 1.0
+CLEAN_EVERY_TICKS = 30
+
+CHANNEL_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a busy port refuses to start
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", -1),
+    # Proxies of a mesh ping on their own; an answer of GOAWAY would cut long calls.
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # Finds out that a peer died without a word.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Large chunks want large frames and windows.
+    ("grpc.http2.max_frame_size", 4 << 20),
+    ("grpc.http2.lookahead_bytes", 8 << 20),
+)
+
+_log = structlog.get_logger()
+
+
+class Server:
+    """One server process."""
+
+    def __init__(self, config: Config) -> None:
+        """Opens the store and binds the address, without serving yet.
+
+        Raises:
+            CannotStart: with the reason and what to do.
+        """
+        self._config = config
+        try:
+            password = config.password()
+        except ValueError as error:
+            raise CannotStart(str(error)) from error
+        check_exposure(config, password)
+        os.umask(0o077)
+        tune_allocator()
+        self._directory = DataDirectory(config.data)
+        self.store = PrefixStore(
+            self._directory,
+            budget_bytes=config.disk_budget,
+            tenant_budget_bytes=config.tenant_budget,
+        )
+        self._streams = Streams(config.streams_max, config.stall_ms)
+        self._stopping = threading.Event()
+        self._pool = ThreadPoolExecutor(
+            config.streams_max + UNARY_THREADS, thread_name_prefix="grpc"
+        )
+        self._server = grpc.server(self._pool, options=CHANNEL_OPTIONS)
+        self._health = health.HealthServicer()
+        self._add_services(Credentials({"": password} if password else {}))
+        self.address = self._bind(config.listen)
+
+    def start(self) -> None:
+        """Begins to serve."""
+        self._server.start()
+        self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping")
+        self._housekeeper.start()
+        for name in self._services:
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        _log.info(
+            "ready",
+            grpc=self.address,
+            pid=os.getpid(),
+            data=str(self._directory.path),
+            version=__version__,
+        )
+
+    def stop(self, drain_ms: int | None = None) -> None:
+        """Stops in order; returns when everything is closed."""
+        self._health.enter_graceful_shutdown()
+        _log.info("draining")
+        drain = self._config.drain_ms if drain_ms is None else drain_ms
+        self._stopping.wait(drain / 1_000)  # set early by a second signal
+        self._server.stop(self._config.grace_ms / 1_000).wait()
+        self._stopping.set()
+        self._housekeeper.join()
+        self.store.close()
+        self._pool.shutdown(wait=False)
+        _log.info("stopped")
+
+    def hurry(self) -> None:
+        """Cuts the drain short."""
+        self._stopping.set()
+
+    def _add_services(self, credentials: Credentials) -> None:
+        files = (prefix_store_pb2, attend_pb2, ssm_state_pb2, stats_pb2)
+        descriptors = {
+            name: service
+            for file in files
+            for name, service in file.DESCRIPTOR.services_by_name.items()
+        }
+        implementations = {
+            "PrefixStore": PrefixStoreService(self.store, self._config, unix_ms()),
+            "Attend": UnimplementedService(descriptors["Attend"]),
+            "SSMState": UnimplementedService(descriptors["SSMState"]),
+            "Stats": StatsService(self.store.ledger),
+        }
+        handlers = [
+            service_handler(descriptors[name], implementation, credentials, self._streams)
+            for name, implementation in implementations.items()
+        ]
+        self._server.add_generic_rpc_handlers(handlers)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services = ["", *(service.full_name for service in descriptors.values())]
+        reflection.enable_server_reflection(
+            [*self._services[1:], health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
+
+    def _bind(self, listen: str) -> str:
+        if listen.startswith("unix:"):
+            path = Path(listen.removeprefix("unix:"))
+            _remove_dead_socket(path)
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            self.store.close()
+            raise CannotStart(f"cannot listen on {listen}: is another server there?") from error
+        if listen.startswith("unix:"):
+            return listen
+        host, _, _ = listen.rpartition(":")
+        return f"{host}:{port}"
+
+    def _keep_house(self) -> None:
+        ticks = 0
+        while not self._stopping.wait(TICK_S):
+            ticks += 1
+            try:
+                self.store.tick()
+                cut = self._streams.cut_stalled()
+                if cut:
+                    _log.warning("streams cut off", count=cut, stall_ms=self._config.stall_ms)
+                if ticks % CLEAN_EVERY_TICKS == 0:
+                    self.store.clean()
+            except PionError as error:
+                _log.warning("housekeeping failed", reason=error.reason, problem=str(error))
+            except Exception:
+                _log.exception("housekeeping failed")
+
+
+def serve(config: Config) -> None:
+    """Runs a server until SIGTERM or SIGINT.
+
+    Raises:
+        CannotStart: with the reason and what to do.
+    """
+    told = threading.Event()
+    server = Server(config)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if told.is_set():
+            server.hurry()
+        told.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    server.start()
+    told.wait()
+    limit_s = (config.drain_ms + config.grace_ms) / 1_000 + 20
+    last_resort = threading.Timer(limit_s, os._exit, (1,))  # a handler hangs
+    last_resort.daemon = True
+    last_resort.start()
+    server.stop()
+    sys.stdout.flush()
+    os._exit(0)  # threads of libraries may linger; everything of ours is closed
+
+
+def check_exposure(config: Config, password: str) -> None:
+    """Raises CannotStart for an address beyond this host that anyone could use."""
+    if config.listen.startswith("unix:") or password:
+        return
+    host = config.listen.rpartition(":")[0].strip("[]")
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    if local:
+        return
+    if not config.insecure_bind:
+        raise CannotStart(
+            f"{config.listen} can be reached from other hosts and no password is set: set PION_PASSWORD "
+            "or --password-file, or listen on 127.0.0.1; --insecure-bind overrides"
+        )
+    _log.warning("anyone who can reach this address may read and write", listen=config.listen)
+
+
+def tune_allocator() -> None:
+    """Keeps glibc from serving every chunk by mmap: page faults would halve the rate of streams."""
+    if sys.platform == "linux" and ctypes.util.find_library("c"):
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            trim_threshold, mmap_threshold = -1, -3
+            libc.mallopt(mmap_threshold, 32 << 20)
+            libc.mallopt(trim_threshold, 64 << 20)
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Removes a socket that nobody listens on any more."""
+    import socket
+
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            raise CannotStart(f"another server listens on {path}")
+    path.unlink()
