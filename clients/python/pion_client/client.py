@@ -1,0 +1,635 @@
+"""The client: one object per server, synchronous, usable from any number of threads.
+
+Knows the services' methods; how bytes are framed, placed, read from files or retried is told elsewhere.
+
+The one decision: a miss is an answer and an error is an exception. `fetch` returns None where nothing is
+stored, also if what was stored has been evicted or found damaged a moment ago, and a prefix only when
+every byte of it is here and checked.
+"""
+
+import builtins
+import collections
+import functools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from pion_client import answers
+from pion_client.arrays import Rows, invalid, rows_of, tensor_rows
+from pion_client.calls import Calls
+from pion_client.connection import Connection, retried
+from pion_client.errors import BadAnswer, DataCorrupt, NotStored
+from pion_client.fetching import Progress, ScatteredRows
+from pion_client.lanes import Lanes
+from pion_client.values import (
+    Array,
+    BlockTable,
+    Description,
+    DurabilityName,
+    Lookup,
+    Match,
+    Part,
+    Prefix,
+    PrefixInfo,
+    Receipt,
+    Registered,
+    RowsWritten,
+    Stored,
+    TokenIds,
+    pack_hashes,
+)
+from pion_wire import limits
+from pion_wire.blocks import pack_token_ids, route_key
+from pion_wire.layout import Layout, LayoutError, Side
+from pion_wire.messages import layout_to_message, part_to_message
+from pion_wire.v1 import prefix_store_pb2 as pb
+from pion_wire.v1 import stats_pb2, types_pb2
+
+_SIDES = {Side.K: types_pb2.SIDE_K, Side.V: types_pb2.SIDE_V}
+
+
+class Client:
+    """Stores, finds and fetches the K/V of prompt prefixes.
+
+    Nothing is connected before the first call. After a fork the child connects anew, or raises `Forked`
+    where gRPC cannot go on there; it never hangs.
+
+    Args:
+        address: `host:port` or `unix:/path`.
+        export: read the server's files where it runs on this host; False always streams.
+        verify: check every page of those files against its checksum first.
+        tenant, password: who asks; by default PION_TENANT and PION_PASSWORD of the environment.
+        timeout_s: how long a call may take, what is tried again included; streams have their own.
+        stall_timeout_s: how long a stream may make no progress.
+        fetch_bytes_max: more than this is refused before memory is allocated.
+
+    Raises:
+        ValueError: the address is none.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        export: bool = True,
+        verify: bool = False,
+        tenant: str | None = None,
+        password: str | None = None,
+        timeout_s: float = 5.0,
+        stall_timeout_s: float = 30.0,
+        fetch_bytes_max: int = 16 << 30,
+    ) -> None:
+        self.address = address
+        self._tenant = os.environ.get("PION_TENANT", "") if tenant is None else tenant
+        if password is None:
+            password = os.environ.get("PION_PASSWORD")
+        self._connection = Connection(address, tenant=self._tenant, password=password)
+        self._calls = Calls(self._connection, timeout_s, stall_timeout_s)
+        self._lanes = Lanes(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
+        self._routes = _Routes()
+
+    def __repr__(self) -> str:
+        return f"Client({self.address!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every call that is in flight, and the connection."""
+        self._connection.close()
+
+    # Storing
+
+    def store(
+        self,
+        namespace: str | None,
+        *,
+        layers: Sequence[tuple[Array, Array]] | None,
+        token_ids: TokenIds,
+        model: str,
+        slots: Sequence[int] | None = None,
+        parent: str | None = None,
+        base: int = 0,
+        replace: bool = False,
+        durability: DurabilityName = "process",
+        prefill_ms: float = 0,
+        table: BlockTable | None = None,
+        parts: Sequence[Part] = (),
+        progress: Progress | None = None,
+        timeout_s: float | None = None,
+    ) -> Stored:
+        """Stores one prefix: visible as a whole when this returns, or not at all.
+
+        Args:
+            namespace: its name; None derives one from model and token ids.
+            layers: (K, V) per slot, each (kv_heads, tokens, head_dim), f32, f16 or bf16; None if there
+                are parts only. MLX arrays are evaluated here.
+            token_ids: all of them, the parent's share included.
+            model: what the rows depend on besides the tokens, 1 to 128 bytes.
+            slots: the cache slot of each entry of `layers`; by default 0, 1, 2, …
+            parent: a stored prefix whose first `base` rows are this one's; `layers` then hold the
+                rows from `base` on.
+            base: how many.
+            replace: put it in the place of what the name holds.
+            durability: what the acknowledgement shall promise.
+            prefill_ms: the measured time that computing the rows took; 0: not measured.
+            table: a router's own hashes.
+            parts: opaque pieces that belong to it.
+            progress: called with (bytes sent, bytes in all), on another thread. If it raises, the
+                store is abandoned and the exception is raised here.
+            timeout_s: for everything; by default an hour.
+
+        Raises:
+            InvalidRequest: something does not fit together; nothing was sent, or nothing kept.
+            OtherContent: the name holds other tokens, or another model's.
+            LayoutDiffers: it holds these tokens with another layout.
+            NotStored: the parent is not there (any more).
+            Conflict: another store of this name, with other content, was quicker.
+            OverBudget: it does not fit.
+            Unavailable, DeadlineExceeded: the server cannot be reached, or not in time.
+        """
+        if namespace == "":
+            raise invalid("namespace", "is empty; None derives one")
+        packed = _packed(token_ids)
+        tensors = rows_of(layers or (), slots)
+        layout = _layout_of(tensors, len(packed) // 4 - base)
+        header = pb.PrefixStoreStoreHeader(
+            namespace=namespace or "",
+            model_id=model,
+            token_ids=packed,
+            layout=layout_to_message(layout) if layers is not None else None,
+            parent_namespace=parent or "",
+            base=base,
+            replace=replace,
+            durability=_durability(durability),
+            prefill_ms=prefill_ms,
+            table=_table(table),
+            parts=[part_to_message(part.info) for part in parts],
+        )
+        route = route_key(self._tenant, model, packed)
+        deadline = self._calls.stream_deadline(timeout_s)
+        send = functools.partial(
+            self._calls.send,
+            "store",
+            header.SerializeToString(),
+            tensors,
+            parts,
+            first_row=base,
+            progress=progress,
+            route=route,
+            deadline=deadline,
+        )
+        answer = self._calls.send_whole(send, deadline)
+        stored = answers.stored(pb.PrefixStoreStoreResponse.FromString(answer))
+        self._routes.remember(stored.namespace, route)
+        return stored
+
+    def write_rows(
+        self,
+        namespace: str,
+        *,
+        slot: int,
+        side: Side | str,
+        first_row: int,
+        rows: Array,
+        durability: DurabilityName = "process",
+        timeout_s: float | None = None,
+    ) -> RowsWritten:
+        """Writes rows of one tensor at a row: appends, overwrites, or leaves a gap of zero rows.
+
+        All of them are visible when this returns, or none. The prefix becomes live. Not retried.
+
+        Args:
+            namespace: a registered or stored prefix.
+            slot, side: which tensor; the side is "k" or "v".
+            first_row: where the first of them goes.
+            rows: (kv_heads, tokens, head_dim), of the tensor's type.
+            durability: what the acknowledgement shall promise.
+            timeout_s: for everything; by default an hour.
+
+        Raises:
+            NotStored: there is no such prefix.
+            LayoutDiffers: it has no such tensor.
+            As `store` does.
+        """
+        side = _side(side)
+        tensor = tensor_rows("rows", slot, side, rows)
+        header = pb.PrefixStoreWriteRowsHeader(
+            namespace=namespace,
+            slot=slot,
+            side=_SIDES[side],
+            first_row=first_row,
+            row_count=tensor.token_count,
+            durability=_durability(durability),
+        )
+        answer = self._calls.send(
+            "write_rows",
+            header.SerializeToString(),
+            [tensor],
+            (),
+            first_row=first_row,
+            progress=None,
+            route=self._routes.of(namespace),
+            deadline=self._calls.stream_deadline(timeout_s),
+        )
+        written = pb.PrefixStoreWriteRowsResponse.FromString(answer)
+        return RowsWritten(
+            written.row_count, written.generation, answers.durability(written.durability)
+        )
+
+    def register(
+        self,
+        namespace: str,
+        *,
+        layout: Layout,
+        model: str = "",
+        table: BlockTable | None = None,
+        prefill_ms: float = 0,
+        timeout_s: float | None = None,
+    ) -> Registered:
+        """Declares layout, table and prefill time of a prefix before there are rows.
+
+        Raises:
+            LayoutDiffers: the name is stored with another layout.
+        """
+        request = pb.PrefixStoreRegisterRequest(
+            namespace=namespace,
+            layout=layout_to_message(layout),
+            model_id=model,
+            table=_table(table),
+            prefill_ms=prefill_ms,
+        )
+        answer = self._calls.once("register", request, self._routes.of(namespace), timeout_s)
+        return Registered(answers.state(answer.state), answer.generation)
+
+    # Finding
+
+    def match(
+        self,
+        *,
+        model: str,
+        token_ids: TokenIds,
+        min_tokens: int = 0,
+        lease_ms: int | None = None,
+        fidelities: Sequence[str] = (),
+        part_kinds: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> Match:
+        """Finds the longest stored prefix of a token sequence.
+
+        Args:
+            model: the model id; another one never matches.
+            token_ids: the prompt, at least one id.
+            min_tokens: a shorter match is a miss.
+            lease_ms: how long it stays readable; None: 10,000, 0: not at all, at most 60,000.
+            fidelities: which may answer; by default only "raw", what was stored without loss.
+            part_kinds: parts that are needed at the boundary.
+            timeout_s: instead of the client's.
+        """
+        packed = _packed(token_ids)
+        request = pb.PrefixStoreMatchRequest(
+            model_id=model,
+            token_ids=packed,
+            fidelities=fidelities,
+            min_tokens=min_tokens,
+            lease_ms=lease_ms,
+            part_kinds=part_kinds,
+        )
+        route = route_key(self._tenant, model, packed)
+        match = answers.match(self._calls.ask("match", request, route, timeout_s))
+        if match.hit:
+            self._routes.remember(match.namespace, route)
+            self._routes.remember(match.lease_id, route)
+        return match
+
+    def lookup(
+        self,
+        namespace: str,
+        *,
+        model: str | None = None,
+        token_ids: TokenIds | None = None,
+        layout: Layout | None = None,
+        lease_ms: int = 0,
+        restored_tokens: int | None = None,
+        restored_prefill_ms: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Lookup:
+        """Says what is stored under a name, and whether it is what is expected.
+
+        Args:
+            namespace: the name.
+            model, token_ids, layout: what is expected, as far as given; else it is a miss.
+            lease_ms: how long a hit stays readable, at most 60,000.
+            restored_tokens, restored_prefill_ms: for the receipt, where the caller restored rows by
+                other means than `fetch`.
+            timeout_s: instead of the client's.
+        """
+        packed = b"" if token_ids is None else _packed(token_ids)
+        query = pb.PrefixStoreLookupRequest.Query(
+            namespace=namespace,
+            model_id=model or "",
+            token_ids=packed,
+            layout=layout_to_message(layout) if layout is not None else None,
+            restored_tokens=restored_tokens,
+            restored_prefill_ms=restored_prefill_ms,
+        )
+        request = pb.PrefixStoreLookupRequest(queries=[query], lease_ms=lease_ms)
+        route = self._routes.of(namespace)
+        if model and packed:
+            route = route_key(self._tenant, model, packed)
+        lookup = answers.lookup(self._calls.ask("lookup", request, route, timeout_s))
+        if lookup.hit:
+            self._routes.remember(namespace, route)
+            self._routes.remember(lookup.lease_id, route)
+        return lookup
+
+    def list(self, prefix: str = "", *, timeout_s: float | None = None) -> Iterator[PrefixInfo]:
+        """Yields what is visible, ordered by name; asks for a page when it is needed.
+
+        Args:
+            prefix: only names that begin with it.
+            timeout_s: for each page, instead of the client's.
+        """
+        request = pb.PrefixStoreListRequest(page_size=limits.NAMES_MAX, namespace_prefix=prefix)
+        while True:
+            page = self._calls.ask("list_page", request, prefix, timeout_s)
+            yield from map(answers.prefix_info, page.prefixes)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def blocks(self, namespace: str, *, timeout_s: float | None = None) -> BlockTable | None:
+        """Returns the table that was registered with a prefix; None if there is none."""
+        request = pb.PrefixStoreBlocksRequest(namespace=namespace)
+        answer = self._calls.ask("blocks", request, self._routes.of(namespace), timeout_s)
+        return answers.block_table(answer.table) if answer.known else None
+
+    def membership(
+        self,
+        namespaces: Sequence[str],
+        hashes: bytes | Sequence[int] | np.ndarray,
+        *,
+        timeout_s: float | None = None,
+    ) -> builtins.list[np.ndarray | None]:
+        """Says for each name which of the hashes are in its table.
+
+        Args:
+            namespaces: at most 1,000.
+            hashes: u64 each, at most 400,000, in any order.
+            timeout_s: instead of the client's.
+
+        Returns:
+            Booleans in the order of the hashes; None for a name without a table.
+        """
+        try:
+            packed = pack_hashes(hashes)
+        except ValueError as error:
+            raise invalid("hashes", str(error)) from error
+        request = pb.PrefixStoreMembershipRequest(namespaces=namespaces, hashes=packed)
+        route = self._routes.of(namespaces[0] if namespaces else "")
+        results = self._calls.ask("membership", request, route, timeout_s).results
+        if len(results) != len(namespaces):
+            raise BadAnswer(f"{len(results)} answers about {len(namespaces)} names")
+        return [
+            answers.bitmap(result.bitmap, len(packed) // 8) if result.known else None
+            for result in results
+        ]
+
+    # Fetching
+
+    def fetch(
+        self,
+        namespace: str | None = None,
+        *,
+        lease_id: bytes = b"",
+        rows: tuple[int, int] | None = None,
+        slots: Sequence[int] | None = None,
+        as_mlx: bool = False,
+        part_kinds: Sequence[str] = (),
+        progress: Progress | None = None,
+        timeout_s: float | None = None,
+    ) -> Prefix | None:
+        """Brings a prefix back, whole and with the bits that were stored; None is a miss.
+
+        Where the server runs on this host its files are read; `transport` and `transport_reason` of
+        the result say what was done. A broken stream is resumed, within the deadline, as long as each
+        attempt brings something.
+
+        Args:
+            namespace: its name.
+            lease_id: instead of the name: what `match` or `lookup` gave.
+            rows: only these, half-open; an end of 0 is the last row.
+            slots: only these.
+            as_mlx: MLX arrays, evaluated, instead of NumPy's.
+            part_kinds: kinds of parts to bring along, those at the last row.
+            progress: called with (bytes here, bytes in all); if it raises, the fetch is abandoned.
+            timeout_s: for everything; by default an hour, as long as it makes progress.
+
+        Raises:
+            RowsOutOfRange: the prefix has fewer rows.
+            BadAnswer: the server announced more than `fetch_bytes_max`, or contradicted itself.
+            Unavailable, DeadlineExceeded: the server cannot be reached, or not in time.
+        """
+        if (namespace is None) == (not lease_id):
+            raise invalid("namespace", "either a namespace or a lease_id is needed")
+        asked = pb.PrefixStoreFetchRequest(
+            namespace=namespace or "",
+            lease_id=lease_id,
+            rows=types_pb2.RowRange(begin=rows[0], end=rows[1]) if rows else None,
+            slots=slots or (),
+            part_kinds=part_kinds,
+        )
+        try:
+            return self._lanes.fetch(
+                asked,
+                as_mlx=as_mlx,
+                progress=progress,
+                route=self._routes.of(lease_id or namespace or ""),
+                deadline=self._calls.stream_deadline(timeout_s),
+            )
+        except (NotStored, DataCorrupt):
+            return None
+
+    def read_rows(
+        self,
+        namespace: str,
+        *,
+        slot: int,
+        side: Side | str,
+        rows: Sequence[int] | np.ndarray,
+        timeout_s: float | None = None,
+    ) -> np.ndarray | None:
+        """Reads scattered rows of one tensor: (kv_heads, rows, head_dim), in the order asked.
+
+        Rows beyond the end are zeros; None if none of them exists.
+
+        Args:
+            namespace: the prefix.
+            slot, side: which tensor; the side is "k" or "v".
+            rows: row numbers, at most 65,536.
+            timeout_s: instead of the client's.
+
+        Raises:
+            NotStored: there is no such prefix.
+            LayoutDiffers: it has no such tensor.
+        """
+        try:
+            numbers = pack_token_ids(rows)
+        except ValueError as error:
+            raise invalid("rows", "row numbers are integers of 0 to 999,999") from error
+        request = pb.PrefixStoreReadRowsRequest(
+            namespace=namespace, slot=slot, side=_SIDES[_side(side)], rows=numbers
+        )
+        deadline = self._calls.unary_deadline(timeout_s)
+        route = self._routes.of(namespace)
+
+        def read() -> np.ndarray | None:
+            scattered = ScatteredRows(len(numbers) // 4)
+            self._calls.receive(
+                "read_rows", request, scattered.take, route=route, deadline=deadline
+            )
+            return scattered.array()
+
+        return retried(read, deadline)
+
+    # Keeping
+
+    def drop(self, *namespaces: str, timeout_s: float | None = None) -> builtins.list[bool]:
+        """Takes names away at once; says for each whether anything was stored under it."""
+        dropped = []
+        for begin in range(0, len(namespaces), limits.NAMES_MAX):
+            names = namespaces[begin : begin + limits.NAMES_MAX]
+            request = pb.PrefixStoreDropRequest(namespaces=names)
+            answer = self._calls.once("drop", request, self._routes.of(names[0]), timeout_s)
+            if len(answer.results) != len(names):
+                raise BadAnswer(f"{len(answer.results)} answers about {len(names)} names")
+            dropped += [result.dropped for result in answer.results]
+        return dropped
+
+    def save(self, *namespaces: str, timeout_s: float | None = None) -> int:
+        """Seals live prefixes (all, if none is named); returns how many were sealed."""
+        request = pb.PrefixStoreSaveRequest(namespaces=namespaces)
+        route = self._routes.of(namespaces[0] if namespaces else "")
+        return int(self._calls.once("save", request, route, timeout_s).sealed_count)
+
+    def sync(self, *, timeout_s: float | None = None) -> None:
+        """Returns when everything that was acknowledged before is on stable storage."""
+        self._calls.once("sync", pb.PrefixStoreSyncRequest(), "", timeout_s)
+
+    def snapshot(self, namespace: str, *, timeout_s: float | None = None) -> int:
+        """Remembers how many rows each tensor of a live prefix has; returns the snapshot's id."""
+        request = pb.PrefixStoreSnapshotRequest(namespace=namespace)
+        answer = self._calls.once("snapshot", request, self._routes.of(namespace), timeout_s)
+        return int(answer.snapshot_id)
+
+    def restore(self, namespace: str, snapshot_id: int, *, timeout_s: float | None = None) -> int:
+        """Cuts every tensor that has grown since back to a snapshot; returns the generation."""
+        request = pb.PrefixStoreRestoreRequest(namespace=namespace, snapshot_id=snapshot_id)
+        answer = self._calls.once("restore", request, self._routes.of(namespace), timeout_s)
+        return int(answer.generation)
+
+    def release(self, namespace: str, snapshot_id: int, *, timeout_s: float | None = None) -> bool:
+        """Forgets a snapshot and keeps the rows; says whether it was known."""
+        request = pb.PrefixStoreReleaseRequest(namespace=namespace, snapshot_id=snapshot_id)
+        answer = self._calls.once("release", request, self._routes.of(namespace), timeout_s)
+        return bool(answer.released)
+
+    def describe(self, *, timeout_s: float | None = None) -> Description:
+        """Describes the server: version, limits, budgets, what it holds."""
+        request = pb.PrefixStoreDescribeRequest()
+        return answers.description(self._calls.ask("describe", request, "", timeout_s))
+
+    def stats(self, *, timeout_s: float | None = None) -> Receipt:
+        """Returns what the store did for its clients."""
+        request = stats_pb2.StatsGetRequest()
+        return answers.receipt(self._calls.ask("receipt", request, "", timeout_s).receipt)
+
+    def reset_stats(self, *, timeout_s: float | None = None) -> Receipt:
+        """Sets every counter of the receipt to zero; returns what they were."""
+        request = stats_pb2.StatsResetRequest()
+        return answers.receipt(self._calls.once("reset_receipt", request, "", timeout_s).receipt)
+
+
+class _Routes:
+    """Which node was asked about a name or a lease, so that the same one is asked again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._routes: collections.OrderedDict[str, str] = collections.OrderedDict()
+
+    def remember(self, key: str | bytes, route: str) -> None:
+        """Remembers the newest thousand."""
+        with self._lock:
+            self._routes[_text(key)] = route
+            self._routes.move_to_end(_text(key))
+            if len(self._routes) > _ROUTES_MAX:
+                self._routes.popitem(last=False)
+
+    def of(self, key: str | bytes) -> str:
+        """Returns the route; of what is not known, the name itself."""
+        with self._lock:
+            return self._routes.get(_text(key), _text(key))
+
+
+_ROUTES_MAX = 1_000
+
+
+def _text(key: str | bytes) -> str:
+    return key.hex() if isinstance(key, bytes) else key
+
+
+def _packed(token_ids: TokenIds) -> bytes:
+    try:
+        packed = pack_token_ids(token_ids)
+    except (ValueError, OverflowError) as error:
+        raise invalid("token_ids", str(error)) from error
+    if len(packed) > 4 * limits.TOKENS_MAX:
+        raise invalid("token_ids", f"{len(packed) // 4} ids exceed {limits.TOKENS_MAX}")
+    return packed
+
+
+def _layout_of(tensors: Sequence[Rows], row_count: int) -> Layout:
+    for rows in tensors:
+        if rows.token_count != row_count:
+            raise invalid(
+                f"layers.{rows.tensor.name}",
+                f"{rows.token_count} rows where token_ids and base make {row_count}",
+            )
+    try:
+        return Layout(tuple(rows.tensor for rows in tensors))
+    except LayoutError as error:
+        raise invalid("slots", error.message) from error
+
+
+def _durability(name: DurabilityName) -> types_pb2.Durability.ValueType:
+    if name not in answers.DURABILITIES:
+        raise invalid("durability", f"{name!r} is neither 'process' nor 'disk'")
+    return answers.DURABILITIES[name]
+
+
+def _side(name: Side | str) -> Side:
+    try:
+        return Side(name)
+    except ValueError as error:
+        raise invalid("side", f"{name!r} is neither 'k' nor 'v'") from error
+
+
+def _table(table: BlockTable | None) -> types_pb2.BlockTable | None:
+    if table is None:
+        return None
+    try:
+        return types_pb2.BlockTable(block_tokens=table.block_tokens, hashes=table.packed())
+    except ValueError as error:
+        raise invalid("table", str(error)) from error

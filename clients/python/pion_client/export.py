@@ -1,0 +1,329 @@
+"""The same-host lane: rows are read from the server's own files, no tensor byte crosses the wire.
+
+What the server names is not believed. A directory is taken for the server's only if its `host-token`, a
+regular file and no link, holds exactly the token that the server sent: a server that does not share
+this file system cannot know it, and a path that it makes up does not hold it. The token is compared
+here and sent nowhere. A file is read only if it is reached from that directory without a link or a step
+outside, and is the very one, by device, inode and size; its header must agree with what was announced.
+
+The one decision: everything is opened before anything is read. What is open stays readable, whatever is
+evicted or replaced meanwhile, so a short lease is enough. Whatever does not agree is not an error: the
+caller streams instead, and says why.
+"""
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from crc32c import crc32c
+
+from pion_client import answers
+from pion_client.arrays import Layers, MlxDestination, NumpyDestination, layers_of
+from pion_client.fetching import Announced, Progress, parts_of
+from pion_client.values import Array, Part
+from pion_wire import limits
+from pion_wire.layout import Layout, PartInfo, TensorLayout
+from pion_wire.segment import SegmentError, SegmentHeader, header_length, parse_header
+from pion_wire.v1 import prefix_store_pb2 as pb
+
+LEASE_MS = 2_000
+"""Until every file is open; leased files cannot be evicted, so not for longer."""
+HOST_TOKEN = "host-token"
+HOST_TOKEN_BYTES = 32
+_IO_BYTES_MAX = 1 << 30
+"""In one read: Linux moves less than 2 GiB at a time."""
+
+
+class CannotExport(Exception):
+    """Why the files cannot be used; `lasting` if they never can."""
+
+    def __init__(self, reason: str, *, lasting: bool = False) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
+
+
+class _Extent(NamedTuple):
+    """Rows of one open segment."""
+
+    descriptor: int
+    header: SegmentHeader
+    file_row: int
+    row_count: int
+    first_row: int
+
+
+class Exported:
+    """The open files of a prefix. Close it."""
+
+    def __init__(
+        self,
+        answer: pb.PrefixStoreExportResponse,
+        *,
+        slots: Sequence[int],
+        part_kinds: Sequence[str],
+        bytes_max: int,
+    ) -> None:
+        """Opens everything and holds it against what was announced.
+
+        Raises:
+            CannotExport: it cannot be used; stream instead.
+            BadAnswer: more bytes are announced than the caller wants.
+        """
+        self._stack = contextlib.ExitStack()
+        with self._stack:
+            directory = self._keep(_open_directory(answer.directory))
+            _check_token(directory, answer.host_token)
+            prefix = answers.prefix_info(answer.prefix)
+            self._extents = [
+                self._open(directory, extent, prefix.layout) for extent in answer.extents
+            ]
+            rows = answer.rows.begin, answer.rows.end
+            _check_rows(self._extents, *rows)
+            self._found_parts = self._find_parts(prefix.parts, rows[1], part_kinds)
+            wanted = tuple(t for t in prefix.layout.tensors if not slots or t.slot in slots)
+            parts = tuple(info for info, *_ in self._found_parts)
+            self.announced = Announced(prefix, Layout(wanted), rows, answer.token_ids, parts)
+            _check_codecs(wanted)
+            self.announced.check(bytes_max)
+            self._stack = self._stack.pop_all()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._stack.close()
+
+    def verify(self) -> None:
+        """Reads every page of every file against its checksum.
+
+        Raises:
+            CannotExport: one differs; the server finds it too when it is asked to stream.
+        """
+        for descriptor, header in {
+            extent.descriptor: extent.header for extent in self._extents
+        }.items():
+            _verify(descriptor, header)
+
+    def layers(self, *, as_mlx: bool, progress: Progress | None = None) -> Layers:
+        """Returns the tensors by slot; MLX arrays are evaluated.
+
+        Raises:
+            CannotExport: a file ends too early.
+        """
+        announced = self.announced
+        if as_mlx and self._mostly_used():
+            arrays = self._load_mlx()
+        else:
+            arrays = self._read_rows(as_mlx, progress)
+        if progress is not None:
+            progress(announced.total_bytes, announced.total_bytes)
+        return layers_of(announced.layout, announced.row_count, arrays, as_mlx=as_mlx)
+
+    def parts(self) -> tuple[Part, ...]:
+        """Returns the parts that were asked for; raises as `layers` does."""
+        memory = []
+        for info, descriptor, offset in self._found_parts:
+            data = np.empty(info.size_bytes, np.uint8)
+            _read_into(descriptor, data, offset)
+            memory.append(data)
+        return parts_of(self.announced.parts, memory)
+
+    # Opening
+
+    def _keep(self, descriptor: int) -> int:
+        self._stack.callback(os.close, descriptor)
+        return descriptor
+
+    def _open(
+        self, directory: int, extent: pb.PrefixStoreExportResponse.Extent, layout: Layout
+    ) -> _Extent:
+        descriptor = self._keep(_open_inside(directory, extent.file_name))
+        status = os.fstat(descriptor)
+        named = extent.device, extent.inode, extent.size_bytes
+        if not stat.S_ISREG(status.st_mode):
+            raise CannotExport(f"{extent.file_name} is no regular file")
+        if (status.st_dev, status.st_ino, status.st_size) != named:
+            raise CannotExport(f"{extent.file_name} is another file than the server's")
+        header = _read_header(descriptor, extent.file_name)
+        if (header.data_offset, header.file_bytes) != (extent.data_offset_bytes, status.st_size):
+            raise CannotExport(f"{extent.file_name} is not laid out as announced")
+        if header.segment.layout != layout:
+            raise CannotExport(f"{extent.file_name} has another layout")
+        if extent.file_row + extent.row_count > min(header.segment.row_counts, default=0):
+            raise CannotExport(f"{extent.file_name} has fewer rows than announced")
+        return _Extent(descriptor, header, extent.file_row, extent.row_count, extent.first_row)
+
+    def _find_parts(
+        self, known: Sequence[PartInfo], boundary: int, kinds: Sequence[str]
+    ) -> list[tuple[PartInfo, int, int]]:
+        wanted = [p for p in known if p.kind in kinds and p.boundary_tokens == boundary]
+        found = []
+        for part in wanted:
+            places = [
+                (part, extent.descriptor, extent.header.data_offset + entry.begin)
+                for extent in self._extents
+                for index, own in enumerate(extent.header.segment.parts)
+                if own == part and (entry := extent.header.arrays[f"part.{index}"])
+            ]
+            if not places:
+                raise CannotExport(f"a part ({part.kind}) lies in a file that was not named")
+            found.append(places[0])
+        return found
+
+    # Reading
+
+    def _mostly_used(self) -> bool:
+        """Whether MLX, which reads whole tensors, would read little that is not asked for."""
+        used = sum(extent.row_count for extent in self._extents)
+        held = sum(max(extent.header.segment.row_counts) for extent in self._extents)
+        whole = self.announced.layout == self.announced.prefix.layout
+        return bool(self._extents) and whole and used >= held * _MOSTLY
+
+    def _load_mlx(self) -> dict[TensorLayout, Array]:
+        import mlx.core as mx
+
+        try:
+            files = [
+                mx.load(f"/dev/fd/{extent.descriptor}", format="safetensors")
+                for extent in self._extents
+            ]
+            arrays = {
+                tensor: self._joined(mx, files, tensor) for tensor in self.announced.layout.tensors
+            }
+            mx.eval(list(arrays.values()))
+        except RuntimeError as error:  # MLX's word for a file that ends too early
+            raise CannotExport(f"MLX cannot read the files: {error}") from error
+        return arrays
+
+    def _joined(self, mx: Any, files: list[Any], tensor: TensorLayout) -> Array:
+        pieces = [
+            file[tensor.name][extent.file_row : extent.file_row + extent.row_count]
+            for file, extent in zip(files, self._extents, strict=True)
+        ]
+        rows = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
+        return rows.transpose(1, 0, 2)
+
+    def _read_rows(self, as_mlx: bool, progress: Progress | None) -> dict[TensorLayout, Array]:
+        announced = self.announced
+        kind = MlxDestination if as_mlx else NumpyDestination
+        destination = kind(announced.layout, announced.row_count)
+        done = 0
+        for tensor in announced.layout.tensors:
+            room = destination.room(tensor)
+            for extent in self._extents:
+                begin = (extent.first_row - announced.rows[0]) * tensor.row_bytes
+                end = begin + extent.row_count * tensor.row_bytes
+                entry = extent.header.arrays[tensor.name]
+                offset = extent.header.data_offset + entry.begin
+                offset += extent.file_row * tensor.row_bytes
+                _read_into(extent.descriptor, room[begin:end], offset)
+            destination.finish(tensor, room)
+            done += len(room)
+            if progress is not None:
+                progress(done, announced.total_bytes)
+        return destination.arrays
+
+
+_MOSTLY = 0.5
+
+
+def _open_directory(path: str) -> int:
+    if not os.path.isabs(path):
+        raise CannotExport("the server named no absolute directory", lasting=True)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise CannotExport(f"the server's directory is not here: {error}", lasting=True) from error
+
+
+def _check_token(directory: int, token: bytes) -> None:
+    """Raises CannotExport unless the directory's host token is this one."""
+    if len(token) != HOST_TOKEN_BYTES:
+        raise CannotExport("the server sent no host token", lasting=True)
+    # Not blocking: a pipe under this name must not hold the caller up.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(HOST_TOKEN, flags, dir_fd=directory)
+    except OSError as error:
+        raise CannotExport(f"the host token cannot be read: {error}", lasting=True) from error
+    try:
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        held = os.read(descriptor, HOST_TOKEN_BYTES + 1) if regular else b""
+    finally:
+        os.close(descriptor)
+    if held != token:
+        raise CannotExport("the directory holds another host token: another host's", lasting=True)
+
+
+def _open_inside(directory: int, name: str) -> int:
+    """Opens a file by a path relative to a directory, following no link."""
+    steps = name.split("/")
+    if not all(steps) or any(step in (".", "..") for step in steps) or "\0" in name:
+        raise CannotExport(f"{name!r} leads outside the server's directory")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack:
+        try:
+            for step in steps[:-1]:
+                directory = os.open(step, flags | os.O_DIRECTORY, dir_fd=directory)
+                stack.callback(os.close, directory)
+            return os.open(steps[-1], flags, dir_fd=directory)
+        except OSError as error:
+            raise CannotExport(f"{name} cannot be opened: {error}") from error
+
+
+def _read_header(descriptor: int, name: str) -> SegmentHeader:
+    try:
+        length = header_length(os.pread(descriptor, 8, 0))
+        return parse_header(os.pread(descriptor, length, 8))
+    except (SegmentError, OSError) as error:
+        raise CannotExport(f"{name} is not a segment: {error}") from error
+
+
+def _check_rows(extents: Sequence[_Extent], begin: int, end: int) -> None:
+    at = begin
+    for extent in extents:
+        if extent.first_row != at or not extent.row_count:
+            raise CannotExport("the server named rows with a gap")
+        at += extent.row_count
+    if at != end or begin > end:
+        raise CannotExport("the server named other rows than it announced")
+
+
+def _check_codecs(tensors: Sequence[TensorLayout]) -> None:
+    for tensor in tensors:
+        if tensor.codec != "raw":
+            raise CannotExport(f"rows stored as {tensor.codec} are decoded by the server")
+
+
+def _read_into(descriptor: int, memory: np.ndarray, offset: int) -> None:
+    view = memory.data.cast("B")
+    while len(view):
+        count = _read_some(descriptor, view[:_IO_BYTES_MAX], offset)
+        view, offset = view[count:], offset + count
+
+
+def _read_some(descriptor: int, view: memoryview, offset: int) -> int:
+    try:
+        count = os.preadv(descriptor, [view], offset)
+    except OSError as error:
+        raise CannotExport(f"a file cannot be read: {error}") from error
+    if not count:
+        raise CannotExport("a file ends too early")
+    return count
+
+
+def _verify(descriptor: int, header: SegmentHeader) -> None:
+    entry = header.arrays["crc32c"]
+    checksums = np.empty(entry.shape, "<u4")
+    _read_into(descriptor, checksums.view(np.uint8), header.data_offset + entry.begin)
+    page = np.empty(limits.PAGE_BYTES, np.uint8)
+    for index, (begin, size) in enumerate(_pages(header.paged_bytes)):
+        _read_into(descriptor, page[:size], header.data_offset + begin)
+        if crc32c(page[:size].data) != checksums[index]:
+            raise CannotExport(f"page {index} of a file does not have its checksum")
+
+
+def _pages(size: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, size, limits.PAGE_BYTES):
+        yield begin, min(limits.PAGE_BYTES, size - begin)

@@ -1,0 +1,334 @@
+"""Taking a Fetch stream in: what was announced is checked, then chunk after chunk is put in its place.
+
+Knows the messages of the stream; neither calls nor channels. The one decision: the stream has one order,
+so where it stands is one number per tensor, and the same number says what to ask for after a break.
+A chunk is taken only if it is exactly the next one: place and size first, then its checksum, then the
+copy. Memory is allocated once, after everything that was announced has been held against the layout and
+the limits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from crc32c import crc32c
+from google.protobuf.message import DecodeError
+
+from pion_client import answers
+from pion_client.arrays import Destination, Layers, MlxDestination, NumpyDestination, layers_of
+from pion_client.errors import BadAnswer, ChecksumMismatch, NotSupported
+from pion_client.values import Part, PrefixInfo
+from pion_wire import limits
+from pion_wire.framing import FrameError, HeaderBytes, PartChunk, RowChunk, parse_message
+from pion_wire.layout import Layout, PartInfo, TensorLayout
+from pion_wire.messages import part_from_message
+from pion_wire.v1 import prefix_store_pb2 as pb
+from pion_wire.v1 import types_pb2
+
+Progress = Callable[[int, int], None]
+
+
+class DamagedChunk(ChecksumMismatch):
+    """A chunk arrived damaged: ask for it again."""
+
+
+class Announced(NamedTuple):
+    """What will come: the same after every break."""
+
+    prefix: PrefixInfo
+    layout: Layout
+    """The tensors as they are streamed."""
+    rows: tuple[int, int]
+    token_ids: bytes
+    parts: tuple[PartInfo, ...]
+
+    @property
+    def row_count(self) -> int:
+        """Rows of each tensor."""
+        return self.rows[1] - self.rows[0]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all rows and parts."""
+        parts = sum(part.size_bytes for part in self.parts)
+        return self.row_count * self.layout.row_bytes + parts
+
+    def check(self, bytes_max: int) -> None:
+        """Refuses what contradicts itself, or is more than the caller wants; allocates nothing.
+
+        Raises:
+            BadAnswer: it cannot be.
+            NotSupported: the rows are in a codec that this client does not decode.
+        """
+        begin, end = self.rows
+        if not begin <= end <= limits.TOKENS_MAX:
+            raise BadAnswer(f"rows {begin} to {end} were announced")
+        if self.token_ids and len(self.token_ids) != 4 * end:
+            raise BadAnswer(f"{len(self.token_ids)} bytes of token ids for {end} rows")
+        if len(self.parts) > limits.PARTS_MAX:
+            raise BadAnswer(f"{len(self.parts)} parts were announced")
+        if self.total_bytes > bytes_max:
+            raise BadAnswer(
+                f"{self.total_bytes} bytes were announced; fetch_bytes_max is {bytes_max}"
+            )
+        for tensor in self.layout.tensors:
+            _check_codec(tensor)
+
+
+class _Piece(NamedTuple):
+    """A tensor or a part, in the order of the stream."""
+
+    tensor: TensorLayout | None
+    """None: a part."""
+    number: int
+    """Among the tensors, or among the parts."""
+    size: int
+
+
+class Reception:
+    """A fetch in progress, over as many streams as it takes."""
+
+    def __init__(
+        self, *, bytes_max: int, as_mlx: bool = False, progress: Progress | None = None
+    ) -> None:
+        self._bytes_max = bytes_max
+        self._as_mlx = as_mlx
+        self._progress = progress
+        self._missed = False
+        self._headed = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets everything: the rows have changed between two streams."""
+        self.announced: Announced | None = None
+        self.done_bytes = 0
+        self._pieces: list[_Piece] = []
+        self._parts: list[np.ndarray] = []
+        self._destination: Destination | None = None
+        self._room = np.empty(0, np.uint8)
+        self._filled = 0
+
+    def ended(self) -> bool:
+        """Whether everything that was announced is here, or nothing was announced: a miss."""
+        return self._missed or (self.announced is not None and not self._pieces)
+
+    def begin_stream(self, request: pb.PrefixStoreFetchRequest) -> None:
+        """Makes a request one for what is still missing. A header comes first again."""
+        self._headed = False
+        if self.announced is None:
+            return
+        request.generation = self.announced.prefix.generation
+        piece = self._pieces[0]
+        if piece.tensor is None:
+            request.resume_part = piece.number + 1
+            request.resume_part_offset_bytes = self._filled
+        else:
+            request.resume_tensor_index = piece.number
+            request.resume_row = self._next_row(piece.tensor)
+
+    def take(self, message: bytes) -> None:
+        """Takes the next message of a stream.
+
+        Raises:
+            BadAnswer: it is not the next one, or contradicts what was announced.
+            DamagedChunk: its bytes are not those that were sent.
+            NotSupported: the rows are in a codec that this client does not decode.
+        """
+        try:
+            parsed = parse_message(message)
+        except FrameError as error:
+            raise BadAnswer(str(error)) from error
+        if isinstance(parsed, HeaderBytes):
+            self._take_header(parsed)
+        elif not self._headed or not self._pieces:
+            raise BadAnswer("a chunk came that was not announced")
+        else:
+            self._take_chunk(self._pieces[0], parsed)
+
+    def layers(self) -> Layers:
+        """Returns the tensors by slot."""
+        assert self.ended()
+        assert self.announced is not None
+        arrays = self._destination.arrays if self._destination is not None else {}
+        row_count = self.announced.row_count
+        return layers_of(self.announced.layout, row_count, arrays, as_mlx=self._as_mlx)
+
+    def parts(self) -> tuple[Part, ...]:
+        """Returns the parts."""
+        assert self.ended()
+        assert self.announced is not None
+        return parts_of(self.announced.parts, self._parts)
+
+    # Headers
+
+    def _take_header(self, header: HeaderBytes) -> None:
+        if self._headed:
+            raise BadAnswer("a second header came")
+        self._headed = True
+        message = pb.PrefixStoreFetchHeader()
+        try:
+            message.ParseFromString(bytes(header.message))
+        except DecodeError as error:
+            raise BadAnswer("the header is not a message") from error
+        if not message.found:
+            self.restart()  # dropped between two streams, or never there
+            self._missed = True
+            return
+        announced = announced_by(message)
+        if self.announced is None:
+            self._begin(announced, message.total_bytes)
+        elif not _same(announced, self.announced):
+            raise BadAnswer("a resumed stream announces something else")
+
+    def _begin(self, announced: Announced, total_bytes: int) -> None:
+        announced.check(self._bytes_max)
+        if total_bytes != announced.total_bytes:
+            raise BadAnswer(
+                f"{total_bytes} bytes were announced, the layout makes {announced.total_bytes}"
+            )
+        self.announced = announced
+        kind = MlxDestination if self._as_mlx else NumpyDestination
+        self._destination = kind(announced.layout, announced.row_count)
+        self._parts = [np.empty(part.size_bytes, np.uint8) for part in announced.parts]
+        self._pieces = [
+            *(
+                _Piece(tensor, index, announced.row_count * tensor.row_bytes)
+                for index, tensor in enumerate(announced.layout.tensors)
+            ),
+            *(_Piece(None, index, part.size_bytes) for index, part in enumerate(announced.parts)),
+        ]
+        self._open_piece()
+
+    # Chunks
+
+    def _take_chunk(self, piece: _Piece, chunk: RowChunk | PartChunk) -> None:
+        size = len(chunk.data)
+        if not 0 < size <= piece.size - self._filled:
+            raise BadAnswer(f"{size} bytes came where {piece.size - self._filled} are missing")
+        if piece.tensor is None:
+            got: tuple[Any, ...] = tuple(chunk)[:2] if isinstance(chunk, PartChunk) else ("rows",)
+            want: tuple[Any, ...] = (piece.number, self._filled)
+        else:
+            count = size // piece.tensor.row_bytes
+            got = tuple(chunk)[:4] if isinstance(chunk, RowChunk) else ("part",)
+            want = (piece.number, 0, self._next_row(piece.tensor), count)
+            if size % piece.tensor.row_bytes:
+                raise BadAnswer(f"{size} bytes are not whole rows of {piece.tensor.name}")
+        if got != want:
+            raise BadAnswer(f"chunk {got} came where {want} was to be next")
+        if crc32c(chunk.data) != chunk.crc32c:
+            raise DamagedChunk("a chunk arrived with another checksum than it was sent with")
+        self._room[self._filled : self._filled + size] = np.frombuffer(chunk.data, np.uint8)
+        self._filled += size
+        self.done_bytes += size
+        if self._filled == piece.size:
+            self._close_piece()
+        if self._progress is not None:
+            assert self.announced is not None
+            self._progress(self.done_bytes, self.announced.total_bytes)
+
+    def _next_row(self, tensor: TensorLayout) -> int:
+        assert self.announced is not None
+        return self.announced.rows[0] + self._filled // tensor.row_bytes
+
+    def _open_piece(self) -> None:
+        """Makes room for the next piece; those without bytes have no chunks."""
+        assert self._destination is not None
+        while self._pieces:
+            piece = self._pieces[0]
+            self._filled = 0
+            self._room = (
+                self._parts[piece.number]
+                if piece.tensor is None
+                else self._destination.room(piece.tensor)
+            )
+            if piece.size:
+                return
+            self._finish(piece)
+
+    def _close_piece(self) -> None:
+        self._finish(self._pieces[0])
+        self._open_piece()
+
+    def _finish(self, piece: _Piece) -> None:
+        if piece.tensor is not None:
+            assert self._destination is not None
+            self._destination.finish(piece.tensor, self._room)
+        del self._pieces[0]
+
+
+class ScatteredRows:
+    """Rows of one tensor, in the order asked, as they arrive."""
+
+    def __init__(self, row_count: int) -> None:
+        self._row_count = row_count
+        self._tensor: TensorLayout | None = None
+        self._data = np.empty(0, np.uint8)
+        self._filled = 0
+        self._nothing = False
+
+    def take(self, message: pb.PrefixStoreReadRowsResponse) -> None:
+        """Takes the next message; raises as `Reception.take` does."""
+        if message.reason:
+            self._nothing = True
+        elif self._tensor is None:
+            self._begin(message)
+        else:
+            self._fill(message)
+
+    def array(self) -> np.ndarray | None:
+        """Returns (kv_heads, rows, head_dim); None if none of the rows exists.
+
+        Raises:
+            BadAnswer: some have not come.
+        """
+        if self._nothing:
+            return None
+        if self._tensor is None or self._filled < len(self._data):
+            raise BadAnswer("fewer rows came than were asked for")
+        tensor = self._tensor
+        values = self._data.view(tensor.dtype.numpy)
+        return values.reshape(self._row_count, tensor.heads, tensor.head_dim).transpose(1, 0, 2)
+
+    def _begin(self, message: pb.PrefixStoreReadRowsResponse) -> None:
+        (tensor,) = answers.layout(types_pb2.Layout(tensors=[message.tensor])).tensors
+        _check_codec(tensor)
+        self._tensor = tensor
+        self._data = np.empty(self._row_count * tensor.row_bytes, np.uint8)
+
+    def _fill(self, message: pb.PrefixStoreReadRowsResponse) -> None:
+        size = len(message.data)
+        if size > len(self._data) - self._filled:
+            raise BadAnswer("more rows came than were asked for")
+        if crc32c(message.data) != message.crc32c:
+            raise DamagedChunk("rows arrived with another checksum than they were sent with")
+        self._data[self._filled : self._filled + size] = np.frombuffer(message.data, np.uint8)
+        self._filled += size
+
+
+def announced_by(message: pb.PrefixStoreFetchHeader) -> Announced:
+    """Returns what a header announces, not yet checked."""
+    return Announced(
+        prefix=answers.prefix_info(message.prefix),
+        layout=answers.layout(message.layout),
+        rows=(message.rows.begin, message.rows.end),
+        token_ids=message.token_ids,
+        parts=tuple(part_from_message(part) for part in message.parts),
+    )
+
+
+def parts_of(infos: Sequence[PartInfo], memory: Sequence[np.ndarray]) -> tuple[Part, ...]:
+    """Returns parts with their bytes."""
+    return tuple(
+        Part(info.kind, info.slot, info.boundary_tokens, data.data, info.description)
+        for info, data in zip(infos, memory, strict=True)
+    )
+
+
+def _same(again: Announced, before: Announced) -> bool:
+    return again.prefix.generation == before.prefix.generation and again[1:] == before[1:]
+
+
+def _check_codec(tensor: TensorLayout) -> None:
+    if tensor.codec != "raw":
+        raise NotSupported(f"{tensor.name} comes as {tensor.codec}, which is not decoded here")

@@ -1,0 +1,164 @@
+"""The two ways a fetch takes: the server's own files where it runs on this host, else a stream.
+
+The caller sees no difference but in `transport` and `transport_reason`. A lane that can never work (the
+server is elsewhere, or does not export) is not tried again.
+"""
+
+from typing import Literal
+
+from pion_client.arrays import Layers
+from pion_client.calls import Calls
+from pion_client.connection import TRIES_MAX, Deadline, pause
+from pion_client.errors import BadAnswer, GenerationDiffers, NotStored, NotSupported, PionError
+from pion_client.export import LEASE_MS, CannotExport, Exported
+from pion_client.fetching import Announced, DamagedChunk, Progress, Reception
+from pion_client.values import Part, Prefix
+from pion_wire.v1 import prefix_store_pb2 as pb
+
+
+class Lanes:
+    """How one client fetches."""
+
+    def __init__(self, calls: Calls, *, export: bool, verify: bool, bytes_max: int) -> None:
+        self._calls = calls
+        self._verify = verify
+        self._bytes_max = bytes_max
+        self._stream_because = ""
+        if not export:
+            self._stream_because = "export=False"
+        elif not calls.connection.is_local:
+            self._stream_because = "the server is not on this host"
+
+    def fetch(
+        self,
+        asked: pb.PrefixStoreFetchRequest,
+        *,
+        as_mlx: bool,
+        progress: Progress | None,
+        route: str,
+        deadline: Deadline,
+    ) -> Prefix | None:
+        """Brings what was asked for by the better way; None if there is nothing.
+
+        Raises:
+            NotStored, DataCorrupt: there is nothing any more.
+            As `Client.fetch` does.
+        """
+        because = self._stream_because
+        if not because:
+            try:
+                return self._from_files(asked, as_mlx, progress, route, deadline)
+            except CannotExport as why:
+                because = str(why)
+                if why.lasting:
+                    self._stream_because = because
+        return self._from_stream(asked, as_mlx, progress, route, deadline, because)
+
+    def _from_files(
+        self,
+        asked: pb.PrefixStoreFetchRequest,
+        as_mlx: bool,
+        progress: Progress | None,
+        route: str,
+        deadline: Deadline,
+    ) -> Prefix:
+        request = pb.PrefixStoreExportRequest(
+            namespace=asked.namespace,
+            lease_id=asked.lease_id,
+            rows=asked.rows if asked.HasField("rows") else None,
+            lease_ms=LEASE_MS,
+        )
+        timeout_s = min(self._calls.timeout_s, deadline.remaining_s)
+        try:
+            answer = self._calls.ask("export", request, route, timeout_s)
+        except NotSupported as error:
+            raise CannotExport(f"the server does not export: {error}", lasting=True) from error
+        except NotStored as error:  # or its rows are in no segment yet: the stream decides
+            raise CannotExport(str(error)) from error
+        exported = Exported(
+            answer, slots=asked.slots, part_kinds=asked.part_kinds, bytes_max=self._bytes_max
+        )
+        try:
+            if self._verify:
+                exported.verify()
+            layers = exported.layers(as_mlx=as_mlx, progress=progress)
+            return _prefix(exported.announced, layers, exported.parts(), "export", "")
+        finally:
+            exported.close()
+
+    def _from_stream(
+        self,
+        asked: pb.PrefixStoreFetchRequest,
+        as_mlx: bool,
+        progress: Progress | None,
+        route: str,
+        deadline: Deadline,
+        because: str,
+    ) -> Prefix | None:
+        reception = Reception(bytes_max=self._bytes_max, as_mlx=as_mlx, progress=progress)
+        fruitless = 0
+        while not reception.ended():
+            before = reception.done_bytes
+            try:
+                self._receive(asked, reception, route, deadline)
+                if not reception.ended():
+                    raise BadAnswer("the stream ended before everything that was announced came")
+            except PionError as error:
+                if reception.ended():
+                    break  # only the end of the stream was lost
+                fruitless = 1 if reception.done_bytes > before else fruitless + 1
+                if fruitless == TRIES_MAX or not self._resumes(
+                    reception, error, fruitless, deadline
+                ):
+                    raise
+        if reception.announced is None:
+            return None
+        return _prefix(
+            reception.announced, reception.layers(), reception.parts(), "stream", because
+        )
+
+    def _receive(
+        self,
+        asked: pb.PrefixStoreFetchRequest,
+        reception: Reception,
+        route: str,
+        deadline: Deadline,
+    ) -> None:
+        request = pb.PrefixStoreFetchRequest()
+        request.CopyFrom(asked)
+        reception.begin_stream(request)
+        self._calls.receive(
+            "fetch", request.SerializeToString(), reception.take, route=route, deadline=deadline
+        )
+
+    def _resumes(
+        self, reception: Reception, error: PionError, attempt: int, deadline: Deadline
+    ) -> bool:
+        """Gets ready to ask for the rest, if there is a point in it."""
+        if isinstance(error, GenerationDiffers) and reception.announced is not None:
+            reception.restart()  # another prefix has taken the name meanwhile: that one, then
+            return True
+        return isinstance(error, DamagedChunk) or pause(error, attempt, deadline)
+
+
+def _prefix(
+    announced: Announced,
+    layers: Layers,
+    parts: tuple[Part, ...],
+    transport: Literal["export", "stream"],
+    because: str,
+) -> Prefix:
+    return Prefix(
+        namespace=announced.prefix.namespace,
+        model=announced.prefix.model,
+        packed_token_ids=announced.token_ids,
+        rows=announced.rows,
+        layers=layers.pairs,
+        slots=layers.slots,
+        layout=announced.layout,
+        fidelity=announced.prefix.fidelity,
+        parts=parts,
+        generation=announced.prefix.generation,
+        transport=transport,
+        transport_reason=because,
+    )

@@ -1,0 +1,287 @@
+"""What goes into the client and comes out of it: frozen values, without protobuf.
+
+Arrays have the shape (kv_heads, tokens, head_dim). Token ids are kept packed (u32, little-endian) and
+unpacked where asked for: a long prompt as a list of Python integers takes ten times the room.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from pion_wire import limits
+from pion_wire.blocks import unpack_token_ids
+from pion_wire.layout import Layout, PartInfo
+
+Array: TypeAlias = Any
+"""A NumPy or an MLX array of f32, f16 or bf16 (in NumPy: `ml_dtypes.bfloat16`)."""
+TokenIds: TypeAlias = bytes | Sequence[int] | np.ndarray
+"""Token ids; `bytes` are u32, little-endian, already."""
+DurabilityName: TypeAlias = Literal["process", "disk"]
+"""What an acknowledgement promises: to survive the server's death, or a power cut as well."""
+
+
+class MissReason(enum.StrEnum):
+    """Why less was served than was asked, or nothing. A miss is an answer, not an error."""
+
+    NONE = ""
+    NOT_STORED = "not_stored"
+    NO_ROWS = "no_rows"
+    TOKENS_DIFFER = "tokens_differ"
+    MODEL_DIFFERS = "model_differs"
+    LAYOUT_DIFFERS = "layout_differs"
+    TOO_SHORT = "too_short"
+    PART_MISSING = "part_missing"
+    PARTIAL = "partial"
+
+
+class PrefixState(enum.StrEnum):
+    """Where a prefix stands: declared without rows, growing, or complete."""
+
+    REGISTERED = "registered"
+    LIVE = "live"
+    SEALED = "sealed"
+
+
+class BlockTable(NamedTuple):
+    """A caller's own table of hashes over the blocks of a prefix; the server only compares them."""
+
+    block_tokens: int
+    """Tokens per block, 1 to 8,192."""
+    hashes: "Sequence[int] | np.ndarray"
+    """One u64 per block, in token order; at most 400,000."""
+
+    def packed(self) -> bytes:
+        """Returns the hashes as they travel: u64, little-endian.
+
+        Raises:
+            ValueError: too many, or one that does not fit.
+        """
+        return pack_hashes(self.hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An opaque piece that belongs to a prefix, such as the recurrent state of a slot."""
+
+    kind: str
+    """What it is: 1 to 64 bytes such as "state", "ring", "drafter", "logits"."""
+    slot: int
+    boundary_tokens: int
+    """The token boundary at which it is exact."""
+    data: bytes | bytearray | memoryview
+    description: str = ""
+    """Cache class, types, shapes; at most 4,096 bytes of UTF-8."""
+
+    @property
+    def info(self) -> PartInfo:
+        """Everything about it but its bytes."""
+        size = memoryview(self.data).nbytes
+        return PartInfo(self.kind, self.slot, self.boundary_tokens, size, self.description)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixInfo:
+    """What the server knows of a visible prefix."""
+
+    namespace: str
+    state: PrefixState
+    model: str
+    layout: Layout
+    token_count: int
+    """Rows of the whole chain."""
+    base: int
+    """Rows that come from the parent."""
+    parent: str
+    """Its name; empty if there is none, or if it has been dropped."""
+    generation: int
+    stored_bytes: int
+    """Bytes on disk, without its parents'."""
+    row_bytes: int
+    """Bytes that a fetch of all rows streams."""
+    fidelity: str
+    """`raw`, or the codecs of a lossy prefix."""
+    created_unix_ms: int
+    durability: DurabilityName
+    parts: tuple[PartInfo, ...]
+    prefill_ms: float
+    """The measured prefill time that the storing client reported; 0 if none is known."""
+    depth: int
+    """Number of parents above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The acknowledgement of a store."""
+
+    namespace: str
+    """The name, also where the server derived it."""
+    already_stored: bool
+    """The same tokens and layout were there; nothing was written."""
+    generation: int
+    token_count: int
+    """Rows of the whole chain."""
+    stored_bytes: int
+    durability: DurabilityName
+    """What is promised; never less than was asked."""
+    base: int
+    """Rows that come from the parent in the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A fetched prefix, whole and checked."""
+
+    namespace: str
+    model: str
+    packed_token_ids: bytes
+    """The token ids from row 0 to `rows[1]`, u32 LE; empty for prefixes stored without."""
+    rows: tuple[int, int]
+    """Which rows of the prefix these are, half-open."""
+    layers: list[tuple[Array, Array]]
+    """(K, V) per slot, each (kv_heads, tokens, head_dim), with the stored type and bits.
+
+    NumPy arrays are views over token-major memory. A side that keeps nothing is (1, tokens, 0).
+    """
+    slots: tuple[int, ...]
+    """The cache slot of each entry of `layers`."""
+    layout: Layout
+    """The tensors as they came."""
+    fidelity: str
+    """`raw`, or the codecs that the rows went through."""
+    parts: tuple[Part, ...]
+    generation: int
+    transport: Literal["export", "stream"]
+    transport_reason: str
+    """Why it was streamed."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The token ids from row 0 to `rows[1]`."""
+        return unpack_token_ids(self.packed_token_ids)
+
+    @property
+    def token_count(self) -> int:
+        """Number of rows in `layers`."""
+        return self.rows[1] - self.rows[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of a token sequence."""
+
+    hit: bool
+    reason: MissReason
+    """With a miss: why. With a hit: why it is shorter than what was asked."""
+    token_count: int
+    """Rows that may be fetched; 0 with a miss."""
+    matched_tokens: int
+    """Leading tokens in common: the index of the first difference."""
+    requested_tokens: int
+    prefix: PrefixInfo | None
+    """The prefix to fetch; with a miss the nearest stored one, if any."""
+    lease_id: bytes
+    """Pass it to `fetch`: what was matched stays readable that long."""
+    shortened_by: str
+    """The kind of part that shortened it."""
+
+    @property
+    def namespace(self) -> str:
+        """The name of `prefix`; empty if there is none."""
+        return self.prefix.namespace if self.prefix else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What is stored under a name, and whether it is what was expected."""
+
+    hit: bool
+    reason: MissReason
+    prefix: PrefixInfo | None
+    """What is stored there, also if it is something else."""
+    first_difference: int
+    """Index of the first token that differs, with `TOKENS_DIFFER`."""
+    lease_id: bytes
+
+
+class Registered(NamedTuple):
+    """The acknowledgement of a register."""
+
+    state: PrefixState
+    generation: int
+
+
+class RowsWritten(NamedTuple):
+    """The acknowledgement of written rows."""
+
+    row_count: int
+    """Rows that the tensor has now."""
+    generation: int
+    """A new one if rows were overwritten."""
+    durability: DurabilityName
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The server: what it is, its limits, what it holds."""
+
+    version: str
+    limits: dict[str, int]
+    codecs: tuple[str, ...]
+    attend_backend: str
+    """Empty if attend is off."""
+    disk_budget_bytes: int
+    disk_used_bytes: int
+    resident_budget_bytes: int
+    resident_used_bytes: int
+    tenant_budget_bytes: int
+    prefix_count: int
+    row_count: int
+    evicted_count: int
+    corrupt_count: int
+    live_bytes: int
+    attend_warm: int
+    attend_cold: int
+    attend_demotions: int
+    attend_rehydrates: int
+    started_unix_ms: int
+    export_enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What the store did for its clients since `since_unix_ms`."""
+
+    hits: int
+    misses: int
+    measured_hits: int
+    tokens_served: int
+    bytes_streamed: int
+    bytes_exported: int
+    prefill_seconds_avoided: float
+    prefill_seconds_avoided_measured: float
+    prefill_seconds_avoided_estimated: float
+    """An estimate: 555 µs per token."""
+    since_unix_ms: int
+
+
+def pack_hashes(hashes: "bytes | Sequence[int] | np.ndarray") -> bytes:
+    """Returns u64 hashes as they travel, little-endian; `bytes` are taken as packed already.
+
+    Raises:
+        ValueError: too many, or not hashes.
+    """
+    if isinstance(hashes, bytes):
+        packed = hashes
+    else:
+        values = np.asarray(hashes) if len(hashes) else np.zeros(0, np.uint64)
+        if values.ndim != 1 or values.dtype.kind not in "iu" or (values.size and values.min() < 0):
+            raise ValueError("hashes must be a sequence of integers of 0 to 2**64 - 1")
+        packed = values.astype("<u8").tobytes()
+    if len(packed) % 8 or len(packed) > 8 * limits.HASHES_MAX:
+        raise ValueError(
+            f"{len(packed)} bytes are not at most {limits.HASHES_MAX} hashes of 8 bytes"
+        )
+    return packed
