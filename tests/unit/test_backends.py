@@ -407,6 +407,11 @@ class HugeValues(BackendContract):
     def test_huge_values_never_overflow(self, kind: type[Query], magnitude: float) -> None:
         self.assert_magnitude(kind, magnitude / 5)
 
+    def test_sum_of_huge_values_never_overflows(self) -> None:
+        rng = np.random.default_rng(18)
+        k, q, v = normal(rng, 1, 70, 16), normal(rng, 1, 2, 16), np.full((1, 70, 16), 3e38, "f4")
+        np.testing.assert_allclose(self.answer(k, v, Dense(q=q)).out, 3e38, rtol=1e-6)
+
 
 class TestReference(HugeValues):
     tolerance = 1e-6
@@ -487,6 +492,11 @@ def test_mlx_computing_in_float16_is_never_further_off_than_float16_is() -> None
             got = backend.attend(backend.load(k * np.float32(k_factor), v), beyond)
             want = reference.attend(reference.load(k * np.float32(k_factor), v), beyond)
             assert_close(got, want, 1e-5)
+    small, large = q.copy(), suffix.copy()
+    small[..., 0], large[..., 0] = -1e-4, 1e5  # infinite in float16, the score would be -inf
+    beyond = Fused(q=small, k_suffix=large, v_suffix=suffix)
+    got = backend.attend(backend.load(k, v), beyond)
+    assert_close(got, reference.attend(reference.load(k, v), beyond), 1e-5)
     backend.close()
 
 
