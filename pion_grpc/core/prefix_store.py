@@ -36,6 +36,7 @@ from pion_grpc.core.storing import (
     Workshop,
     begin_rows,
     begin_store,
+    outgrown,
     sync_prefixes,
 )
 from pion_grpc.core.values import (
@@ -116,7 +117,9 @@ class Totals(NamedTuple):
 
 class _Snapshot(NamedTuple):
     prefix: int
-    row_counts: tuple[int, ...]
+    sides: str
+    row_counts: dict[int, int]
+    """By the tensor's key; one that has come since had none."""
 
 
 class PrefixStore:
@@ -151,7 +154,7 @@ class PrefixStore:
             boot or boot_id(),
         )
         self._lock = threading.Lock()
-        self._uses: dict[int, None] = {}
+        self._uses: dict[tuple[int, str], None] = {}
         self._prefill_ms: dict[int, float] = {}
         self._checked: dict[str, tuple[int, int, int]] = {}
         self._snapshots: dict[int, _Snapshot] = {}
@@ -442,14 +445,15 @@ class PrefixStore:
         """
         if not 1 <= len(rows) <= limits.SCATTERED_ROWS_MAX:
             raise InvalidRequest("rows", f"1 to {limits.SCATTERED_ROWS_MAX} rows are allowed")
-        found = self.fetch(tenant, FetchQuery(namespace, slots=frozenset({slot})))
+        query = FetchQuery(namespace, slots=frozenset({slot}), codecs=frozenset())
+        found = self.fetch(tenant, query)
         if isinstance(found, LookupResult):
             if found.reason is MissReason.NO_ROWS:
                 return None
             raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
         tensors = found.reading.served_layout.tensors
         index = next((i for i, tensor in enumerate(tensors) if tensor.side is side), None)
-        if index is None or len(tensors[index].arrays) > 1:
+        if index is None:
             found.reading.close()
             raise LayoutDiffers(f"{namespace!r} has no {side.value}.{slot}", namespace=namespace)
         if int(rows.min()) >= found.reading.rows.end:
@@ -460,23 +464,35 @@ class PrefixStore:
 
     # -- snapshots of live rows
 
-    def snapshot(self, tenant: str, namespace: str) -> int:
-        """Remembers how many rows each tensor has; returns the snapshot's id.
+    def snapshot(self, tenant: str, namespace: str, sides: str = "kv") -> int:
+        """Remembers how many rows each tensor of these sides has; returns the snapshot's id.
 
         Raises:
             NotStored: the prefix is not stored.
-            OverBudget: it has 16 snapshots already.
+            OverBudget: it has 16 snapshots of these sides already.
         """
         row = self._named(tenant, namespace)
         with self._lock:
-            held = sum(snapshot.prefix == row.id for snapshot in self._snapshots.values())
+            held = sum(
+                (snapshot.prefix, snapshot.sides) == (row.id, sides)
+                for snapshot in self._snapshots.values()
+            )
             if held >= SNAPSHOTS_MAX:
                 raise OverBudget(f"{namespace!r} has {SNAPSHOTS_MAX} snapshots: release one")
             self._snapshot_serial += 1
-            self._snapshots[self._snapshot_serial] = _Snapshot(row.id, own_row_counts(row))
+            counts = {
+                tensor.key: count
+                for tensor, count in zip(
+                    Layout.from_json(row.layout).tensors, own_row_counts(row), strict=True
+                )
+                if tensor.side.value in sides
+            }
+            self._snapshots[self._snapshot_serial] = _Snapshot(row.id, sides, counts)
             return self._snapshot_serial
 
-    def restore_snapshot(self, tenant: str, namespace: str, snapshot_id: int) -> int:
+    def restore_snapshot(
+        self, tenant: str, namespace: str, snapshot_id: int, sides: str = "kv"
+    ) -> int:
         """Cuts every tensor that has grown since back to a snapshot; returns the generation.
 
         Raises:
@@ -488,28 +504,36 @@ class PrefixStore:
             row = transaction.by_name(tenant, namespace)
             if row is None:
                 raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
-            if snapshot is None or snapshot.prefix != row.id:
+            if snapshot is None or (snapshot.prefix, snapshot.sides) != (row.id, sides):
                 raise NotStored(f"{namespace!r} has no snapshot {snapshot_id}", namespace=namespace)
+            kept = []
             counts = own_row_counts(row)
-            kept = tuple(min(pair) for pair in zip(counts, snapshot.row_counts, strict=True))
-            if kept == counts:
-                return row.generation
-            for tensor, (now, then) in enumerate(zip(counts, kept, strict=True)):
-                if now > then:
-                    hole = ExtentRow(tensor, 0, row.base + then, now - then, "", 0, b"")
+            for tensor, now in zip(Layout.from_json(row.layout).tensors, counts, strict=True):
+                mine = tensor.side.value in sides
+                kept.append(min(now, snapshot.row_counts.get(tensor.key, 0)) if mine else now)
+                if now > kept[-1]:
+                    begin = row.base + kept[-1]
+                    hole = ExtentRow(tensor.key, 0, begin, now - kept[-1], "", 0, b"")
                     transaction.add_extent(row.id, hole)
-            count = row.base + min(kept, default=0)
+            if tuple(kept) == counts:
+                return row.generation
             transaction.update(
-                row.id, state="live", row_counts=json.dumps(list(kept)), token_count=count
+                row.id,
+                state="live",
+                row_counts=json.dumps(kept),
+                token_count=row.base + min(kept, default=0),
+                **outgrown(row),
             )
             return transaction.new_generation(row.id)
 
-    def release_snapshot(self, tenant: str, namespace: str, snapshot_id: int) -> bool:
+    def release_snapshot(
+        self, tenant: str, namespace: str, snapshot_id: int, sides: str = "kv"
+    ) -> bool:
         """Forgets a snapshot and keeps the rows; says whether it was known."""
         row = self._named(tenant, namespace)
         with self._lock:
             known = self._snapshots.get(snapshot_id)
-            if known is None or known.prefix != row.id:
+            if known is None or (known.prefix, known.sides) != (row.id, sides):
                 return False
             del self._snapshots[snapshot_id]
             return True
@@ -796,6 +820,8 @@ class PrefixStore:
                     state="sealed",
                     file=name,
                     file_tokens=segment.token_count,
+                    file_layout=None,
+                    file_row_counts="",
                     row_counts="" if uniform else json.dumps(list(counts)),
                     disk_bytes=writer.file_bytes,
                     durability=Durability.DISK.value,
@@ -859,10 +885,10 @@ class PrefixStore:
                 unknown += served
         return Restore(rows.end - rows.begin, seconds, unknown)
 
-    def _note_use(self, prefix: int) -> None:
+    def _note_use(self, prefix: int, sides: str = "") -> None:
         with self._lock:
-            self._uses.pop(prefix, None)
-            self._uses[prefix] = None
+            self._uses.pop((prefix, sides), None)
+            self._uses[prefix, sides] = None
 
     def _note_prefill(self, prefix: int, prefill_ms: float) -> None:
         with self._lock:

@@ -4,8 +4,12 @@ A plan is made from one view of the catalogue. Every file of the plan is opened 
 handed out; what is open stays readable, whatever is evicted or replaced meanwhile. Rows of a chain lie
 in several segments, rows of a live prefix in several extents over an older segment, where a later one
 supersedes: both are the same list of pieces, in order of rows, without gaps.
+
+A reader names the codecs that it decodes itself; rows in any other come as float32. Rows that a tensor
+does not have are rows of zeros: a hole between two extents, or the end of a tensor shorter than others.
 """
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,8 +20,9 @@ from pion_grpc.storage.catalog import ExtentRow, PrefixRow
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
 from pion_wire.codecs import ArrayLayout
-from pion_wire.layout import Layout, PartInfo
+from pion_wire.layout import DType, Layout, LayoutError, PartInfo, TensorLayout
 from pion_wire.limits import CHUNK_BYTES_MAX
+from pion_wire.rows import decode_rows, zero_row
 from pion_wire.segment import SegmentLayout
 
 
@@ -63,11 +68,11 @@ class CorruptPrefix(Corrupt):
 
 
 def segment_layout(prefix: PrefixRow, parent_namespace: str) -> SegmentLayout:
-    """Returns where everything lies in the segment of a sealed prefix."""
-    layout = Layout.from_json(prefix.layout)
+    """Returns where everything lies in the segment of a prefix, which may have outgrown it."""
+    counts = tuple(json.loads(prefix.file_row_counts)) if prefix.file_layout else None
     return SegmentLayout(
-        layout=layout,
-        row_counts=own_row_counts(prefix),
+        layout=Layout.from_json(prefix.file_layout or prefix.layout),
+        row_counts=own_row_counts(prefix) if counts is None else counts,
         token_count=prefix.file_tokens,
         model_id=prefix.model_id,
         base=prefix.base,
@@ -114,6 +119,12 @@ class Reading:
             for index, tensor in enumerate(self.layout.tensors)
             if not query.slots or tensor.slot in query.slots
         ]
+        self._served = [
+            served_tensor(self.layout.tensors[index], query.codecs, query.raw_types)
+            for index in self.tensors
+        ]
+        self.row_counts = tuple(chain[-1].base + count for count in own_row_counts(chain[-1]))
+        """Rows of each tensor of the layout, those of parents included."""
         self._files: list[OpenFile] = []
         self._runs: list[tuple[CheckedRun, int]] = []
         self._sources: dict[int, list[_Source]] = {index: [] for index in self.tensors}
@@ -131,8 +142,8 @@ class Reading:
 
     @property
     def served_layout(self) -> Layout:
-        """The layout of the tensors that are handed out."""
-        return Layout(tuple(self.layout.tensors[index] for index in self.tensors))
+        """The layout of the tensors as they are handed out."""
+        return Layout(tuple(self._served))
 
     @property
     def parts(self) -> tuple[PartInfo, ...]:
@@ -161,24 +172,20 @@ class Reading:
                 with _naming(owner):
                     run.check()
 
-    def row(self, tensor_index: int, row: int) -> memoryview:
-        """Returns one row of a tensor that is handed out and has one array; zeros beyond the end."""
-        index = self.tensors[tensor_index]
-        row_bytes = self.layout.tensors[index].row_bytes
-        for source in self._sources[index]:
-            if source.begin <= row < min(source.end, self.rows.end) and source.run is not None:
-                start = source.run_offset + (row - source.run_row) * row_bytes
-                with _naming(source.prefix):
-                    return source.run.read(start, start + row_bytes)
-        return memoryview(bytes(row_bytes))
+    def row(self, tensor_index: int, row: int) -> bytes:
+        """Returns one row of a tensor that is handed out with one array; zeros beyond the end."""
+        return b"".join(self.rows_of(tensor_index, row, row + 1))
+
+    def rows_of(self, tensor_index: int, begin: int, end: int) -> Iterator[memoryview]:
+        """Yields rows of a tensor that is handed out with one array, zeros where it has none."""
+        for piece in self._served_array(tensor_index, 0, begin, end):
+            yield piece.data
 
     def stream_own(self, base: int, row_counts: tuple[int, ...]) -> Iterator[memoryview]:
         """Yields the bytes of the rows from `base` on, as a segment with these row counts has them."""
         for index, count in enumerate(row_counts):
-            arrays = self.layout.tensors[index].arrays
-            for array_index in range(len(arrays)):
-                end = base + count
-                for piece in self._array(index, index, array_index, arrays, base, end):
+            for array_index in range(len(self.layout.tensors[index].arrays)):
+                for piece in self._array(index, index, array_index, base, base + count):
                     yield piece.data
 
     def stream(self, resume: Position) -> Iterator[Rows | PartBytes]:
@@ -190,20 +197,17 @@ class Reading:
             CorruptPrefix: a page does not have its checksum.
         """
         if not resume.part:
-            for position, index in enumerate(self.tensors):
+            for position, tensor in enumerate(self._served):
                 if position < resume.tensor_index:
                     continue
-                arrays = self.layout.tensors[index].arrays
-                for array_index in range(len(arrays)):
+                for array_index in range(len(tensor.arrays)):
                     begin = self.rows.begin
                     if position == resume.tensor_index:
                         if array_index < resume.array_index:
                             continue
                         if array_index == resume.array_index:
                             begin = max(begin, resume.row)
-                    yield from self._array(
-                        position, index, array_index, arrays, begin, self.rows.end
-                    )
+                    yield from self._served_array(position, array_index, begin, self.rows.end)
         for part_index, (part, prefix, run, offset) in enumerate(self._parts):
             if part_index < resume.part - 1:
                 continue
@@ -213,35 +217,76 @@ class Reading:
                     yield PartBytes(part_index, start, data)
                     start += len(data)
 
-    def _array(
-        self,
-        position: int,
-        index: int,
-        array_index: int,
-        arrays: tuple[ArrayLayout, ...],
-        begin: int,
-        stop: int,
+    def _served_array(
+        self, position: int, array_index: int, begin: int, stop: int
     ) -> Iterator[Rows]:
+        index = self.tensors[position]
+        if self._served[position] == self.layout.tensors[index]:
+            yield from self._array(position, index, array_index, begin, stop)
+        else:
+            yield from self._decoded(position, index, begin, stop)
+
+    def _array(
+        self, position: int, index: int, array_index: int, begin: int, stop: int
+    ) -> Iterator[Rows]:
+        """Yields rows of one array as they are stored."""
+        arrays = self.layout.tensors[index].arrays
         row_bytes = arrays[array_index].row_bytes
         if not row_bytes:
             return
-        before = sum(array.row_bytes for array in arrays[:array_index])
-        for source in self._sources[index]:
-            first, end = max(source.begin, begin), min(source.end, stop)
-            if first >= end:
-                continue
-            if source.run is None:
-                chunks = _zeros((end - first) * row_bytes, row_bytes)
+        for source, first, end in self._between(index, begin, stop):
+            if source is None or source.run is None:
+                zeros = zero_row(self.layout.tensors[index], array_index)
+                chunks = _repeated(zeros, end - first)
             else:
-                start = source.run_offset + source.run_rows * before - source.run_row * row_bytes
-                chunks = source.run.chunks(
-                    start + first * row_bytes, start + end * row_bytes, row_bytes
-                )
-            with _naming(source.prefix):
+                start, size = _within(source, arrays, array_index, first, end)
+                chunks = source.run.chunks(start, start + size, row_bytes)
+            with _naming(source.prefix if source else 0):
                 for data in chunks:
                     count = len(data) // row_bytes
                     yield Rows(position, array_index, first, count, data)
                     first += count
+
+    def _decoded(self, position: int, index: int, begin: int, stop: int) -> Iterator[Rows]:
+        """Yields rows as float32, whatever they are stored in."""
+        tensor, served = self.layout.tensors[index], self._served[position]
+        if not served.row_bytes:
+            return
+        step = max(1, CHUNK_BYTES_MAX // served.row_bytes)
+        for source, first, end in self._between(index, begin, stop):
+            if source is None or source.run is None:
+                for data in _repeated(bytes(served.row_bytes), end - first):
+                    count = len(data) // served.row_bytes
+                    yield Rows(position, 0, first, count, data)
+                    first += count
+                continue
+            run = source.run
+            for row in range(first, end, step):
+                stretch = row, min(row + step, end)
+                with _naming(source.prefix):
+                    arrays = [
+                        run.read(start, start + size)
+                        for start, size in (
+                            _within(source, tensor.arrays, i, *stretch)
+                            for i in range(len(tensor.arrays))
+                        )
+                    ]
+                yield Rows(position, 0, row, stretch[1] - row, decode_rows(tensor, arrays))
+
+    def _between(
+        self, index: int, begin: int, stop: int
+    ) -> Iterator[tuple[_Source | None, int, int]]:
+        """Yields where the rows of a tensor come from, in order; None where it has none."""
+        count = self.row_counts[index]
+        row = begin
+        for source in self._sources[index]:
+            end = min(source.end, stop, count)
+            if row < end:
+                assert source.begin <= row, "sources are in order, without gaps"
+                yield source, row, end
+                row = end
+        if row < stop:
+            yield None, row, stop
 
     def _open_segment(
         self, directory: DataDirectory, prefix: PrefixRow, parent: str, query: FetchQuery
@@ -252,10 +297,12 @@ class Reading:
             run = open_segment(directory.resolve(prefix.file), segment)
         self._files.append(run.file)
         self._runs.append((run, prefix.id))
-        counts = own_row_counts(prefix)
         entries = {entry.name: entry for entry in segment.entries()}
+        counts = dict(zip(segment.layout.tensors, segment.row_counts, strict=True))
         for index in self.tensors:
-            tensor = segment.layout.tensors[index]
+            tensor = self.layout.tensors[index]
+            if tensor not in counts:
+                continue  # younger than the file, whatever that has under its name
             entry = entries[tensor.name + tensor.arrays[0].suffix]
             self._add(
                 index,
@@ -264,9 +311,9 @@ class Reading:
                     run,
                     entry.begin,
                     prefix.base,
-                    counts[index],
+                    counts[tensor],
                     prefix.base,
-                    prefix.base + counts[index],
+                    prefix.base + counts[tensor],
                 ),
             )
         for part_index, part in enumerate(segment.parts):
@@ -278,8 +325,10 @@ class Reading:
         self, directory: DataDirectory, prefix: PrefixRow, extents: list[ExtentRow]
     ) -> None:
         opened: dict[str, OpenFile] = {}
+        positions = {self.layout.tensors[index].key: index for index in self.tensors}
         for extent in extents:
-            if extent.tensor not in self._sources:
+            index = positions.get(extent.tensor)
+            if index is None:
                 continue
             end = extent.first_row + extent.row_count
             run = None
@@ -287,12 +336,12 @@ class Reading:
                 if extent.file not in opened:
                     opened[extent.file] = OpenFile(directory.resolve(extent.file))
                     self._files.append(opened[extent.file])
-                size = extent.row_count * self.layout.tensors[extent.tensor].row_bytes
+                size = extent.row_count * self.layout.tensors[index].row_bytes
                 with _naming(prefix.id):
                     run = CheckedRun(opened[extent.file], extent.offset, size, extent.checksums)
                 self._runs.append((run, prefix.id))
             self._add(
-                extent.tensor,
+                index,
                 _Source(
                     prefix.id, run, 0, extent.first_row, extent.row_count, extent.first_row, end
                 ),
@@ -328,9 +377,43 @@ class _naming:  # noqa: N801 - reads as a statement
             raise CorruptPrefix(error, self._prefix) from error
 
 
-def _zeros(size: int, row_bytes: int) -> Iterator[memoryview]:
-    chunk = CHUNK_BYTES_MAX // row_bytes * row_bytes
-    zeros = memoryview(bytes(min(chunk, size)))
-    while size > 0:
-        yield zeros[: min(len(zeros), size)]
-        size -= len(zeros)
+@functools.lru_cache(maxsize=1024)
+def served_tensor(
+    tensor: TensorLayout, codecs: frozenset[str] | None, raw_types: frozenset[DType]
+) -> TensorLayout:
+    """Returns how a tensor is handed out to a reader of these codecs: as stored, or as float32.
+
+    Raises:
+        LayoutError: decoded, a row would exceed what a row may have.
+    """
+    if tensor.codec == "raw":
+        known = tensor.dtype in raw_types
+    else:
+        known = codecs is None or tensor.codec in codecs
+    if known:
+        return tensor
+    try:
+        return TensorLayout(tensor.slot, tensor.side, tensor.heads, tensor.head_dim, DType.F32)
+    except LayoutError as error:
+        raise LayoutError(
+            "codecs", f"rows of {tensor.name} are too long decoded: ask for {tensor.codec!r}"
+        ) from error
+
+
+def _within(
+    source: _Source, arrays: tuple[ArrayLayout, ...], array_index: int, first: int, end: int
+) -> tuple[int, int]:
+    """Returns where rows of one array begin in the run of a source, and their bytes."""
+    before = sum(array.row_bytes for array in arrays[:array_index])
+    row_bytes = arrays[array_index].row_bytes
+    start = source.run_offset + source.run_rows * before + (first - source.run_row) * row_bytes
+    return start, (end - first) * row_bytes
+
+
+def _repeated(row: bytes, count: int) -> Iterator[memoryview]:
+    """Yields `count` times the same row, in chunks."""
+    step = min(max(1, CHUNK_BYTES_MAX // len(row)), count)
+    rows = memoryview(row * step)
+    while count > 0:
+        yield rows[: min(step, count) * len(row)]
+        count -= step

@@ -6,13 +6,16 @@ transaction: before it nobody sees anything, after it everybody sees all. Whatev
 bytes that nothing names, which are removed at once, or by the next process that finds its owner gone.
 """
 
+import bisect
 import contextlib
 import json
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from crc32c import crc32c
 
+from pion_grpc.core.declaration import Declaration
 from pion_grpc.core.matching import nodes
 from pion_grpc.core.reading import own_row_counts
 from pion_grpc.core.space import Space
@@ -44,10 +47,11 @@ from pion_grpc.storage.catalog import (
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import OpenFile, RowFile, SegmentWriter
+from pion_grpc.storage.sides import Sides
 from pion_wire import limits
 from pion_wire.blocks import BLOCK_TOKENS, common_tokens, derived_namespace, root_hash
 from pion_wire.framing import PartChunk, RowChunk
-from pion_wire.layout import Layout, PartInfo
+from pion_wire.layout import Layout, PartInfo, Side, TensorLayout
 from pion_wire.segment import SegmentLayout
 
 
@@ -269,7 +273,7 @@ class StoreSession:
             boot=None if on_disk else self._workshop.boot,
         )
         generation = transaction.new_generation(row.id)
-        transaction.stamp([row.id])
+        transaction.stamp([(row.id, "")])
         transaction.set_token_ids(row.id, header.token_ids)
         entries = nodes(row.tenant, row.model_id, row.fidelity, header.token_ids)
         # The blocks before the base are in the index through the parent, as long as that is visible.
@@ -523,20 +527,22 @@ class RowsSession:
         self,
         workshop: Workshop,
         header: WriteRowsHeader,
-        prefix: PrefixRow,
-        tensor: int,
+        prefix: int,
+        tensor: TensorLayout,
         reservation: int,
         file: str,
     ) -> None:
+        self.tensor = tensor
+        """How the rows are stored."""
         self._workshop = workshop
         self._header = header
         self._prefix = prefix
-        self._tensor = tensor
         self._reservation = reservation
-        layout = Layout((Layout.from_json(prefix.layout).tensors[tensor],))
+        self._reserved = True
         end = header.first_row + header.row_count
-        self._order = RowOrder(layout, header.first_row, end)
-        self._bytes = header.row_count * layout.row_bytes
+        self._order = RowOrder(Layout((tensor,)), header.first_row, end)
+        self._bytes = header.row_count * tensor.row_bytes
+        self._came_whole = False
         self._name = file
         try:
             self._file = RowFile(workshop.files, workshop.directory.resolve(file))
@@ -549,20 +555,32 @@ class RowsSession:
         self._order.accept(chunk)
         self._file.write(chunk.data)
 
+    def write_arrays(self, arrays: Sequence[memoryview]) -> None:
+        """Takes all rows at once, as the bytes of the tensor's arrays.
+
+        Raises:
+            DiskFull: they cannot be written.
+        """
+        sizes = [self._header.row_count * array.row_bytes for array in self.tensor.arrays]
+        assert [len(array) for array in arrays] == sizes, "rows of another tensor"
+        for array in arrays:
+            self._file.write(array)
+        self._came_whole = True
+
     def publish(self) -> RowsWritten:
         """Makes the rows visible, all of them at once.
 
         Raises:
             InvalidRequest: rows are missing.
-            NotStored: the prefix was dropped meanwhile.
+            NotStored, LayoutDiffers: the prefix was dropped meanwhile, or declared anew.
             DiskFull: they cannot be written.
         """
-        if not self._order.complete:
+        if not (self._came_whole or self._order.complete):
             raise InvalidRequest("rows", "the stream ended before all declared rows came")
         header, on_disk = self._header, self._header.durability is Durability.DISK
         checksums = self._file.finish(on_disk=on_disk)
         extent = ExtentRow(
-            self._tensor,
+            self.tensor.key,
             0,
             header.first_row,
             header.row_count,
@@ -572,7 +590,9 @@ class RowsSession:
         )
         try:
             with self._workshop.catalog.write(on_disk=on_disk) as transaction:
-                return self._publish(transaction, extent, on_disk=on_disk)
+                written = self._publish(transaction, extent, on_disk=on_disk)
+            self._reserved = False
+            return written
         finally:
             self.abandon()
 
@@ -583,30 +603,34 @@ class RowsSession:
 
     def _release(self) -> None:
         self._workshop.row_files.give_back(self._name)
+        if not self._reserved:
+            return
+        self._reserved = False
         with self._workshop.catalog.write() as transaction:
             if transaction.release(self._reservation):
-                self._workshop.space.collect(transaction, self._prefix.id)
+                self._workshop.space.collect(transaction, self._prefix)
 
     def _publish(
         self, transaction: Transaction, extent: ExtentRow, *, on_disk: bool
     ) -> RowsWritten:
-        transaction.release(self._reservation)
-        row = transaction.by_id(self._prefix.id)
+        row = transaction.by_id(self._prefix)
         if row is None or not row.visible:
-            self._workshop.space.collect(transaction, self._prefix.id)
             raise NotStored(
                 f"{self._header.namespace!r} was dropped meanwhile",
                 namespace=self._header.namespace,
             )
+        transaction.release(self._reservation)
+        index, layout, counts = with_tensor(transaction, row, self.tensor)
         end = extent.first_row + extent.row_count
-        counts = list(own_row_counts(row))
-        had = row.base + counts[self._tensor]
-        counts[self._tensor] = max(had, end) - row.base
+        had = row.base + counts[index]
+        counts[index] = max(had, end) - row.base
         overwrites = extent.first_row < had
         if overwrites:
             _check_not_shared(transaction, row, extent.first_row)
             forget_tokens(transaction, row)
         transaction.add_extent(row.id, extent)
+        if layout.to_json() != row.layout:
+            transaction.update(row.id, layout=layout.to_json(), fidelity=layout.fidelity)
         transaction.update(
             row.id,
             state="live",
@@ -614,10 +638,11 @@ class RowsSession:
             token_count=row.base + min(counts),
             disk_bytes=row.disk_bytes + self._bytes,
             boot=row.boot if on_disk else self._workshop.boot,
+            **outgrown(row),
         )
-        transaction.stamp([row.id])
+        transaction.stamp([(row.id, self.tensor.side.value)])
         generation = transaction.new_generation(row.id) if overwrites else row.generation
-        return RowsWritten(row.base + counts[self._tensor], generation, self._header.durability)
+        return RowsWritten(row.base + counts[index], generation, self._header.durability)
 
 
 def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> RowsSession:
@@ -625,7 +650,7 @@ def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> Rows
 
     Raises:
         NotStored: the prefix is neither registered nor stored.
-        LayoutDiffers: it has no such tensor.
+        LayoutDiffers: it neither has such a tensor nor declares one.
         InvalidRequest: the rows belong to a parent, or a child shares them.
         OverBudget, OverQuota: there is no room.
     """
@@ -635,24 +660,66 @@ def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> Rows
             raise NotStored(
                 f"{header.namespace!r} is not stored: register it first", namespace=header.namespace
             )
-        tensors = Layout.from_json(row.layout).tensors
-        names = [(tensor.slot, tensor.side) for tensor in tensors]
-        if (header.slot, header.side) not in names:
+        if header.first_row < row.base:
+            raise InvalidRequest("first_row", f"the rows before {row.base} belong to its parent")
+        tensor = tensor_of(transaction, row, header.slot, header.side)
+        if tensor is None:
             raise LayoutDiffers(
                 f"{header.namespace!r} has no {header.side.value}.{header.slot}",
                 namespace=header.namespace,
             )
-        if header.first_row < row.base:
-            raise InvalidRequest("first_row", f"the rows before {row.base} belong to its parent")
-        tensor = names.index((header.slot, header.side))
-        if header.first_row < row.base + own_row_counts(row)[tensor]:
+        index, _, counts = with_tensor(transaction, row, tensor)
+        if header.first_row < row.base + counts[index]:
             _check_not_shared(transaction, row, header.first_row)
-        size = header.row_count * tensors[tensor].row_bytes
+        size = header.row_count * tensor.row_bytes
         reservation = transaction.reserve(workshop.directory.instance, tenant, row.id, size)
         workshop.space.make_room(transaction, tenant, size)
         file = workshop.row_files.take(transaction.extent_files(row.id), reservation)
     workshop.space.sweep()
-    return RowsSession(workshop, header, row, tensor, reservation, file)
+    return RowsSession(workshop, header, row.id, tensor, reservation, file)
+
+
+def tensor_of(
+    transaction: Transaction, row: PrefixRow, slot: int, side: Side
+) -> TensorLayout | None:
+    """Returns the tensor that a prefix has, or would have if rows of it came."""
+    for tensor in Layout.from_json(row.layout).tensors:
+        if (tensor.slot, tensor.side) == (slot, side):
+            return tensor
+    declared = Sides(transaction).of(row.id).get(side.value)
+    return Declaration.from_json(declared).tensor(slot, side) if declared else None
+
+
+def with_tensor(
+    transaction: Transaction, row: PrefixRow, tensor: TensorLayout
+) -> tuple[int, Layout, list[int]]:
+    """Returns the place of a tensor, the layout that has it, and the rows of each of its tensors.
+
+    Raises:
+        NotStored, LayoutDiffers: the prefix neither has it nor declares it, or something else there.
+    """
+    tensors = list(Layout.from_json(row.layout).tensors)
+    counts = list(own_row_counts(row))
+    if tensor in tensors:
+        return tensors.index(tensor), Layout(tuple(tensors)), counts
+    known = tensor_of(transaction, row, tensor.slot, tensor.side)
+    if known is None:
+        raise NotStored(f"{row.namespace!r} was dropped meanwhile", namespace=row.namespace)
+    if known != tensor:
+        raise LayoutDiffers(
+            f"{tensor.name} of {row.namespace!r} is something else now", namespace=row.namespace
+        )
+    index = bisect.bisect([other.key for other in tensors], tensor.key)
+    tensors.insert(index, tensor)
+    counts.insert(index, 0)
+    return index, Layout(tuple(tensors)), counts
+
+
+def outgrown(row: PrefixRow) -> dict[str, str]:
+    """Returns the columns to set before a prefix gets other rows or tensors than its segment has."""
+    if row.file is None or row.file_layout is not None:
+        return {}
+    return {"file_layout": row.layout, "file_row_counts": json.dumps(own_row_counts(row))}
 
 
 def forget_tokens(transaction: Transaction, row: PrefixRow) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pion_grpc.errors import InvalidRequest
 from pion_wire import limits
 from pion_wire.blocks import RAW_FIDELITY
-from pion_wire.layout import Layout, PartInfo, Side
+from pion_wire.layout import DType, Layout, PartInfo, Side
 
 RESTORED_TOKENS_MAX = 100_000_000
 """Tokens that one Lookup may credit to the receipt."""
@@ -240,6 +240,10 @@ class FetchQuery:
     slots: frozenset[int] = frozenset()
     part_kinds: frozenset[str] = frozenset()
     resume: Position = field(default_factory=Position)
+    codecs: frozenset[str] | None = None
+    """Codecs that the reader decodes itself; None means any. Rows in others come as float32."""
+    raw_types: frozenset[DType] = frozenset(DType)
+    """Types of raw values that it takes as they are; others come as float32, which holds them all."""
 
     def __post_init__(self) -> None:
         if bool(self.namespace) == bool(self.lease_id):

@@ -1,6 +1,6 @@
 """pion.v1.PrefixStore: messages to values, values to messages, and chunks framed by hand."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -28,9 +28,8 @@ from pion_grpc.core.values import (
     WriteRowsHeader,
 )
 from pion_grpc.errors import InvalidRequest, NoBackend
-from pion_grpc.rpc.service import Call
-from pion_wire import limits
-from pion_wire.codecs import CHOICES
+from pion_grpc.rpc.service import Call, MessageSizes
+from pion_wire import codecs, limits
 from pion_wire.framing import (
     FrameError,
     HeaderBytes,
@@ -41,6 +40,7 @@ from pion_wire.framing import (
     frame_rows,
     parse_message,
 )
+from pion_wire.layout import LayoutError, Side
 from pion_wire.messages import (
     layout_from_message,
     layout_to_message,
@@ -74,7 +74,14 @@ _DURABILITIES = {
 }
 
 
-Header = TypeVar("Header", bound=Message)
+MESSAGE_SIZES = MessageSizes(request=8 << 20, response=4 << 20)
+"""Requests: a header with a million token ids, a table of 400,000 hashes, and what little else there is.
+Responses: what a client takes that sets no limit of its own."""
+_CHUNK_MESSAGE_BYTES_MAX = limits.CHUNK_BYTES_MAX + 4_096
+_LIST_ENTRY_BYTES = 8
+"""Bytes around an entry of a list, at most, for entries below 2 MiB."""
+
+StreamMessage = TypeVar("StreamMessage", bound=Message)
 Answer = TypeVar("Answer", covariant=True)
 
 
@@ -167,7 +174,7 @@ class PrefixStoreService:
 
     def Store(self, messages: Iterator[bytes], call: Call) -> pb.PrefixStoreStoreResponse:
         """Stores one prefix."""
-        header = _store_header(_first(messages, pb.PrefixStoreStoreHeader))
+        header = _store_header(_first(messages, pb.PrefixStoreStoreRequest))
         session = self._store.store(call.tenant, header)
         if isinstance(session, StoreSession):
             stored = _fill(session, messages)
@@ -200,6 +207,7 @@ class PrefixStoreService:
             RowRange(request.rows.begin, request.rows.end),
             frozenset(request.slots),
             frozenset(request.part_kinds),
+            codecs=_codecs(request.codecs),
         )
         found = self._store.fetch(call.tenant, query)
         if isinstance(found, LookupResult):
@@ -207,17 +215,17 @@ class PrefixStoreService:
             yield frame_header(header.SerializeToString())
             return
         reading = found.reading
-        header = pb.PrefixStoreFetchHeader(
-            found=True,
-            prefix=_info(found.prefix),
-            layout=layout_to_message(reading.served_layout),
-            rows=types_pb2.RowRange(begin=reading.rows.begin, end=reading.rows.end),
-            total_bytes=reading.total_bytes,
-            token_ids=found.token_ids,
-            parts=[part_to_message(part) for part in reading.parts],
-        )
         sent = 0
         with self._store.guarded(reading):
+            header = pb.PrefixStoreFetchHeader(
+                found=True,
+                prefix=_info(found.prefix),
+                layout=layout_to_message(reading.served_layout),
+                rows=types_pb2.RowRange(begin=reading.rows.begin, end=reading.rows.end),
+                total_bytes=reading.total_bytes,
+                token_ids=found.token_ids,
+                parts=[part_to_message(part) for part in reading.parts],
+            )
             yield frame_header(header.SerializeToString())
             for piece in reading.stream(resume):
                 if isinstance(piece, Rows):
@@ -275,15 +283,21 @@ class PrefixStoreService:
         )
 
     def List(self, request: pb.PrefixStoreListRequest, call: Call) -> pb.PrefixStoreListResponse:
-        """Lists what is visible."""
-        size = request.page_size or 100
+        """Lists what is visible; a page ends early where it would outgrow a message."""
+        count = request.page_size or 100
         page = self._store.list_page(
-            call.tenant, prefix=request.namespace_prefix, after=request.page_token, count=size
+            call.tenant, prefix=request.namespace_prefix, after=request.page_token, count=count
         )
-        return pb.PrefixStoreListResponse(
-            prefixes=[_prefix_info(info) for info in page],
-            next_page_token=page[-1].namespace if len(page) == size else "",
-        )
+        answer = pb.PrefixStoreListResponse()
+        size = 0
+        for info in map(_prefix_info, page):
+            size += info.ByteSize() + _LIST_ENTRY_BYTES
+            if answer.prefixes and size > MESSAGE_SIZES.response:
+                break
+            answer.prefixes.append(info)
+        if len(answer.prefixes) < len(page) or len(page) == count:
+            answer.next_page_token = answer.prefixes[-1].namespace
+        return answer
 
     def Blocks(
         self, request: pb.PrefixStoreBlocksRequest, call: Call
@@ -300,7 +314,12 @@ class PrefixStoreService:
     ) -> pb.PrefixStoreMembershipResponse:
         """Probes tables."""
         if len(request.namespaces) > limits.NAMES_MAX:
-            raise InvalidRequest("namespaces", f"more than {limits.NAMES_MAX}")
+            raise InvalidRequest(
+                "namespaces", f"more than {limits.NAMES_MAX}", limit=limits.NAMES_MAX
+            )
+        bitmap_bytes = len(request.hashes) // 64 + _LIST_ENTRY_BYTES
+        if bitmap_bytes * len(request.namespaces) > MESSAGE_SIZES.response:
+            raise InvalidRequest("hashes", "the answer would exceed 4 MiB: probe fewer names at once")
         bitmaps = [
             self._store.membership(call.tenant, name, request.hashes) for name in request.namespaces
         ]
@@ -325,11 +344,11 @@ class PrefixStoreService:
 
     def WriteRows(self, messages: Iterator[bytes], call: Call) -> pb.PrefixStoreWriteRowsResponse:
         """Writes rows of one tensor."""
-        message = _first(messages, pb.PrefixStoreWriteRowsHeader)
+        message = _first(messages, pb.PrefixStoreWriteRowsRequest)
         header = WriteRowsHeader(
             message.namespace,
             message.slot,
-            side_from_value(message.side),
+            _side(message.side),
             message.first_row,
             message.row_count,
             _durability(message.durability),
@@ -348,14 +367,16 @@ class PrefixStoreService:
         if len(request.rows) % 4:
             raise InvalidRequest("rows", f"{len(request.rows)} bytes are no sequence of u32")
         rows = np.frombuffer(request.rows, dtype="<u4")
-        side = side_from_value(request.side)
+        side = _side(request.side)
         found = self._store.read_rows(call.tenant, request.namespace, request.slot, side, rows)
         if found is None:
             yield pb.PrefixStoreReadRowsResponse(reason=types_pb2.MISS_REASON_NO_ROWS)
             return
         layout, pieces = found
+        # Begun before anything is sent: pieces that nobody begins would never close their files.
+        first = next(pieces)
         yield pb.PrefixStoreReadRowsResponse(tensor=tensor_to_message(layout.tensors[0]))
-        for data in pieces:
+        for data in itertools.chain((first,), pieces):
             yield pb.PrefixStoreReadRowsResponse(crc32c=crc32c(data), data=data)
 
     def Snapshot(
@@ -398,7 +419,7 @@ class PrefixStoreService:
                 pb.PrefixStoreDescribeResponse.Limit(name=name, value=value)
                 for name, value in sorted(in_force.items())
             ],
-            codecs=CHOICES,
+            codecs=codecs.CHOICES,
             disk_budget_bytes=config.disk_budget,
             disk_used_bytes=totals.disk_used_bytes,
             resident_budget_bytes=config.resident_budget,
@@ -413,18 +434,19 @@ class PrefixStoreService:
         )
 
 
-def _first(messages: Iterator[bytes], kind: type[Header]) -> Header:
+def _first(messages: Iterator[bytes], kind: type[StreamMessage]) -> Any:
     """Returns the header that a client stream begins with."""
     message = next(messages, None)
     if message is None:
         raise InvalidRequest("header", "the stream is empty")
-    parsed = _parse(message)
-    if not isinstance(parsed, HeaderBytes):
-        raise InvalidRequest("header", "the stream does not begin with one")
     try:
-        return kind.FromString(bytes(parsed.message))
+        parsed = kind.FromString(message)
     except DecodeError as error:
-        raise InvalidRequest("header", f"not a {kind.DESCRIPTOR.name}") from error
+        problem = f"not a {kind.DESCRIPTOR.name}, or a text in it is not UTF-8"
+        raise InvalidRequest("header", problem) from error
+    if not parsed.HasField("header"):
+        raise InvalidRequest("header", "the stream does not begin with one")
+    return parsed.header
 
 
 def _fill(session: "Session[Answer]", messages: Iterator[bytes]) -> Answer:
@@ -442,6 +464,12 @@ def _fill(session: "Session[Answer]", messages: Iterator[bytes]) -> Answer:
 
 
 def _parse(message: bytes) -> HeaderBytes | RowChunk | PartChunk:
+    if len(message) > _CHUNK_MESSAGE_BYTES_MAX:
+        raise InvalidRequest(
+            "message",
+            f"{len(message)} bytes exceed a chunk of {limits.CHUNK_BYTES_MAX} and its fields",
+            limit=limits.CHUNK_BYTES_MAX,
+        )
     try:
         return parse_message(message)
     except FrameError as error:
@@ -466,6 +494,13 @@ def _store_header(message: pb.PrefixStoreStoreHeader) -> StoreHeader:
     )
 
 
+def _side(value: int) -> Side:
+    try:
+        return side_from_value(value)
+    except LayoutError as error:
+        raise InvalidRequest("side", error.message) from error
+
+
 def _durability(value: int) -> Durability:
     if value == types_pb2.DURABILITY_UNSPECIFIED:
         return Durability.PROCESS
@@ -473,6 +508,14 @@ def _durability(value: int) -> Durability:
         if value == known:
             return durability
     raise InvalidRequest("durability", f"{value} is unknown")
+
+
+def _codecs(names: Iterable[str]) -> frozenset[str]:
+    """Returns the codecs that a client decodes itself, by their canonical names."""
+    try:
+        return frozenset(str(codecs.parse(name)) for name in names)
+    except ValueError as error:
+        raise InvalidRequest("codecs", str(error)) from error
 
 
 def _table(message: types_pb2.BlockTable) -> BlockTable:

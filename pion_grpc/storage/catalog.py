@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import apsw
 
 from pion_grpc.errors import CannotStart, DiskFull
+from pion_grpc.storage import sides
 from pion_grpc.storage.files import Files
 
 APPLICATION_ID = 0x50494F4E  # "PION"
@@ -55,6 +56,8 @@ CREATE TABLE prefix (
   generation  INTEGER NOT NULL,
   file        TEXT,                       -- the segment, relative to the directory
   file_tokens INTEGER NOT NULL DEFAULT 0, -- token ids in it
+  file_layout INTEGER REFERENCES layout (id), -- of the segment, once the prefix has outgrown it
+  file_row_counts TEXT NOT NULL DEFAULT '',   -- likewise
   disk_bytes  INTEGER NOT NULL,           -- segment and row files; while open, the reservation
   durability  TEXT NOT NULL,
   boot        TEXT,                       -- boot under which it was written unsynced; NULL: on disk
@@ -137,6 +140,8 @@ class PrefixRow(NamedTuple):
     generation: int
     file: str | None
     file_tokens: int
+    file_layout: str | None
+    file_row_counts: str
     disk_bytes: int
     durability: str
     boot: str | None
@@ -167,7 +172,8 @@ class NewPrefix(NamedTuple):
 class ExtentRow(NamedTuple):
     """Rows of one tensor of a live prefix in a row file; a later serial supersedes.
 
-    Without a file it is a hole: rows that were cut off, and read as zeros.
+    `tensor` is the tensor's key (`TensorLayout.key`), which stays while a layout grows. Without a file
+    it is a hole: rows that were cut off, and read as zeros.
     """
 
     tensor: int
@@ -195,7 +201,9 @@ class Totals(NamedTuple):
 
 
 _COLUMNS = ", ".join(
-    "(SELECT text FROM layout WHERE layout.id = prefix.layout)" if field == "layout" else field
+    f"(SELECT text FROM layout WHERE layout.id = prefix.{field})"
+    if field in ("layout", "file_layout")
+    else field
     for field in PrefixRow._fields
 )
 
@@ -325,7 +333,7 @@ class Catalog:
         connection.pragma("user_version", SCHEMA_VERSION)
 
 
-_MIGRATIONS = (_SCHEMA,)
+_MIGRATIONS = (_SCHEMA + sides.SCHEMA,)
 """Script i brings version i to i + 1."""
 
 
@@ -393,7 +401,7 @@ class Transaction:
 
     def owners(self) -> set[str]:
         """Returns the instances that hold open prefixes or reservations."""
-        rows = self._all(
+        rows = self.all(
             "SELECT owner FROM prefix WHERE owner IS NOT NULL UNION SELECT owner FROM reservation",
             (),
         )
@@ -403,25 +411,26 @@ class Transaction:
         """Adds a prefix and returns its id."""
         layout = self._layout(new.layout)
         values = new._replace(layout=layout)  # type: ignore[arg-type]
-        self._run(
+        self.run(
             f"INSERT INTO prefix ({', '.join(NewPrefix._fields)}, generation, created_unix_ms,"
             f" last_use) VALUES ({', '.join('?' * len(values))}, ?, ?, ?)",
-            (*values, self._next("generation"), unix_ms(), self._next("clock")),
+            (*values, self.next("generation"), unix_ms(), self.next("clock")),
         )
         return self._connection.last_insert_rowid()
 
     def update(self, prefix: int, **columns: Any) -> None:
         """Sets columns of a prefix."""
-        if "layout" in columns:
-            columns["layout"] = self._layout(columns["layout"])
-        self._run(
+        for name in ("layout", "file_layout"):
+            if columns.get(name) is not None:
+                columns[name] = self._layout(columns[name])
+        self.run(
             f"UPDATE prefix SET {', '.join(f'{name} = ?' for name in columns)} WHERE id = ?",
             (*columns.values(), prefix),
         )
 
     def new_generation(self, prefix: int) -> int:
         """Gives a prefix the next generation."""
-        generation = self._next("generation")
+        generation = self.next("generation")
         self.update(prefix, generation=generation)
         return generation
 
@@ -432,9 +441,9 @@ class Transaction:
             return
         files = [row.file] if row.file else []
         files += [name for name in self.extent_files(prefix) if name]
-        for table in ("tokens", "block_table", "extent", "lease", "reservation"):
-            self._run(f"DELETE FROM {table} WHERE prefix = ?", (prefix,))
-        self._run("DELETE FROM prefix WHERE id = ?", (prefix,))
+        for table in ("tokens", "block_table", "extent", "lease", "reservation", "side"):
+            self.run(f"DELETE FROM {table} WHERE prefix = ?", (prefix,))
+        self.run("DELETE FROM prefix WHERE id = ?", (prefix,))
         # All bytes are counted with the first file; they are one number in the budget.
         for index, file in enumerate(files):
             self.add_garbage(file, 0 if index else row.disk_bytes)
@@ -452,30 +461,37 @@ class Transaction:
             (*values, now_unix_ms),
         )
 
-    def stamp(self, uses: Iterable[int]) -> None:
-        """Records uses, the earliest first, each of a prefix and its whole chain."""
-        for prefix in uses:
-            clock = self._next("clock")
-            self._run(
+    def stamp(self, uses: Iterable[tuple[int, str]]) -> None:
+        """Records uses, the earliest first, each of a prefix and its whole chain.
+
+        Each names the sides that were used, such as `k`; of none, or of `kv`, both.
+        """
+        for prefix, used_sides in uses:
+            clock = self.next("clock")
+            self.run(
                 "WITH RECURSIVE up (id) AS (VALUES (?) UNION ALL SELECT parent FROM prefix JOIN up"
                 " USING (id) WHERE parent IS NOT NULL)"
                 " UPDATE prefix SET last_use = ? WHERE id IN (SELECT id FROM up)",
                 (prefix, clock),
+            )
+            self.run(
+                "UPDATE side SET last_use = ? WHERE prefix = ? AND instr(?, side)",
+                (clock, prefix, used_sides or "kv"),
             )
 
     # -- tokens and the match index
 
     def token_ids(self, prefix: int) -> bytes:
         """Returns the token ids of a prefix, those of its parents included; empty if it has none."""
-        rows = self._all("SELECT token_ids FROM tokens WHERE prefix = ?", (prefix,))
+        rows = self.all("SELECT token_ids FROM tokens WHERE prefix = ?", (prefix,))
         return bytes(rows[0][0]) if rows else b""
 
     def set_token_ids(self, prefix: int, token_ids: bytes) -> None:
         """Sets the token ids of a prefix; none forgets them."""
         if token_ids:
-            self._run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", (prefix, token_ids))
+            self.run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", (prefix, token_ids))
         else:
-            self._run("DELETE FROM tokens WHERE prefix = ?", (prefix,))
+            self.run("DELETE FROM tokens WHERE prefix = ?", (prefix,))
 
     def add_nodes(self, prefix: int, nodes: Iterable[tuple[bytes, bytes]]) -> None:
         """Adds (parent, tokens) entries of a prefix to the match index; twice is once."""
@@ -493,18 +509,16 @@ class Transaction:
     def has_node(self, parent: bytes, tokens: bytes) -> bool:
         """Says whether any prefix has this entry."""
         return bool(
-            self._all(
-                "SELECT 1 FROM node WHERE parent = ? AND tokens = ? LIMIT 1", (parent, tokens)
-            )
+            self.all("SELECT 1 FROM node WHERE parent = ? AND tokens = ? LIMIT 1", (parent, tokens))
         )
 
     def neighbours(self, parent: bytes, tokens: bytes) -> list[bytes]:
         """Returns the entries under `parent` just before and just after `tokens`, itself included."""
-        after = self._all(
+        after = self.all(
             "SELECT tokens FROM node WHERE parent = ? AND tokens >= ? ORDER BY tokens LIMIT 1",
             (parent, tokens),
         )
-        before = self._all(
+        before = self.all(
             "SELECT tokens FROM node WHERE parent = ? AND tokens < ? ORDER BY tokens DESC LIMIT 1",
             (parent, tokens),
         )
@@ -520,18 +534,18 @@ class Transaction:
 
     def block_table(self, prefix: int) -> BlockTableRow | None:
         """Returns the caller's hashes of a prefix."""
-        rows = self._all("SELECT block_tokens, hashes FROM block_table WHERE prefix = ?", (prefix,))
+        rows = self.all("SELECT block_tokens, hashes FROM block_table WHERE prefix = ?", (prefix,))
         return BlockTableRow(*rows[0]) if rows else None
 
     def set_block_table(self, prefix: int, table: BlockTableRow) -> None:
         """Sets the caller's hashes of a prefix."""
-        self._run("INSERT OR REPLACE INTO block_table VALUES (?, ?, ?)", (prefix, *table))
+        self.run("INSERT OR REPLACE INTO block_table VALUES (?, ?, ?)", (prefix, *table))
 
     # -- rows of live prefixes
 
     def extents(self, prefix: int) -> list[ExtentRow]:
         """Returns the extents of a live prefix, by tensor, in order of writing."""
-        rows = self._all(
+        rows = self.all(
             "SELECT tensor, serial, first_row, row_count, file, offset, checksums FROM extent"
             " WHERE prefix = ? ORDER BY tensor, serial",
             (prefix,),
@@ -540,12 +554,12 @@ class Transaction:
 
     def extent_files(self, prefix: int) -> list[str]:
         """Returns the row files of a live prefix; an empty name stands for holes."""
-        rows = self._all("SELECT DISTINCT file FROM extent WHERE prefix = ?", (prefix,))
+        rows = self.all("SELECT DISTINCT file FROM extent WHERE prefix = ?", (prefix,))
         return [row[0] for row in rows]
 
     def add_extent(self, prefix: int, extent: ExtentRow) -> None:
         """Adds an extent; its serial is chosen here, after all others of its tensor."""
-        self._run(
+        self.run(
             "INSERT INTO extent SELECT ?, ?, coalesce(max(serial), 0) + 1, ?, ?, ?, ?, ? FROM extent"
             " WHERE prefix = ? AND tensor = ?",
             (prefix, extent.tensor, *extent[2:], prefix, extent.tensor),
@@ -553,7 +567,7 @@ class Transaction:
 
     def replace_extents(self, prefix: int, extents: Iterable[ExtentRow]) -> None:
         """Sets the extents of a prefix anew."""
-        self._run("DELETE FROM extent WHERE prefix = ?", (prefix,))
+        self.run("DELETE FROM extent WHERE prefix = ?", (prefix,))
         self._connection.executemany(
             "INSERT INTO extent VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             ((prefix, *extent) for extent in extents),
@@ -563,23 +577,23 @@ class Transaction:
 
     def add_lease(self, lease: bytes, prefix: int, expires_unix_ms: int) -> None:
         """Keeps a prefix readable until then."""
-        self._run("INSERT INTO lease VALUES (?, ?, ?)", (lease, prefix, expires_unix_ms))
+        self.run("INSERT INTO lease VALUES (?, ?, ?)", (lease, prefix, expires_unix_ms))
 
     def end_leases(self, now_unix_ms: int) -> int:
         """Removes expired leases and returns how many."""
-        self._run("DELETE FROM lease WHERE expires_unix_ms <= ?", (now_unix_ms,))
+        self.run("DELETE FROM lease WHERE expires_unix_ms <= ?", (now_unix_ms,))
         return self._connection.changes()
 
     def has_expired_leases(self, now_unix_ms: int) -> bool:
         """Says whether `end_leases` has something to do."""
         return bool(
-            self._all("SELECT 1 FROM lease WHERE expires_unix_ms <= ? LIMIT 1", (now_unix_ms,))
+            self.all("SELECT 1 FROM lease WHERE expires_unix_ms <= ? LIMIT 1", (now_unix_ms,))
         )
 
     def is_leased(self, prefix: int, now_unix_ms: int) -> bool:
         """Says whether a lease keeps a prefix."""
         return bool(
-            self._all(
+            self.all(
                 "SELECT 1 FROM lease WHERE prefix = ? AND expires_unix_ms > ? LIMIT 1",
                 (prefix, now_unix_ms),
             )
@@ -587,7 +601,7 @@ class Transaction:
 
     def reserve(self, owner: str, tenant: str, prefix: int, size: int) -> int:
         """Counts bytes that are about to be written to a live prefix; returns the reservation."""
-        self._run(
+        self.run(
             "INSERT INTO reservation (owner, tenant, prefix, bytes) VALUES (?, ?, ?, ?)",
             (owner, tenant, prefix, size),
         )
@@ -595,24 +609,24 @@ class Transaction:
 
     def is_reserved(self, prefix: int) -> bool:
         """Says whether somebody is writing to a live prefix."""
-        return bool(self._all("SELECT 1 FROM reservation WHERE prefix = ? LIMIT 1", (prefix,)))
+        return bool(self.all("SELECT 1 FROM reservation WHERE prefix = ? LIMIT 1", (prefix,)))
 
     def release(self, reservation: int) -> bool:
         """Ends a reservation; says whether it was still there."""
-        self._run("DELETE FROM reservation WHERE id = ?", (reservation,))
+        self.run("DELETE FROM reservation WHERE id = ?", (reservation,))
         return self._connection.changes() > 0
 
     def release_all(self, owner: str) -> None:
         """Ends the reservations of an instance."""
-        self._run("DELETE FROM reservation WHERE owner = ?", (owner,))
+        self.run("DELETE FROM reservation WHERE owner = ?", (owner,))
 
     def add_garbage(self, file: str, size: int) -> None:
         """Counts a file that nobody names any more until it is removed."""
-        self._run("INSERT OR IGNORE INTO garbage VALUES (?, ?)", (file, size))
+        self.run("INSERT OR IGNORE INTO garbage VALUES (?, ?)", (file, size))
 
     def garbage(self) -> list[str]:
         """Returns the files that may be removed."""
-        return [row[0] for row in self._all("SELECT file FROM garbage", ())]
+        return [row[0] for row in self.all("SELECT file FROM garbage", ())]
 
     def forget_garbage(self, files: Iterable[str]) -> None:
         """Stops counting files that have been removed."""
@@ -620,7 +634,7 @@ class Transaction:
 
     def files(self) -> set[str]:
         """Returns every file that the catalogue names."""
-        rows = self._all(
+        rows = self.all(
             "SELECT file FROM prefix WHERE file IS NOT NULL UNION ALL SELECT file FROM extent"
             " UNION ALL SELECT file FROM garbage",
             (),
@@ -630,22 +644,22 @@ class Transaction:
     def stored_bytes(self) -> int:
         """Returns the bytes that count once the garbage is removed."""
         return int(
-            self._all("SELECT coalesce(sum(bytes), 0) FROM usage WHERE tenant != '#garbage'", ())[
+            self.all("SELECT coalesce(sum(bytes), 0) FROM usage WHERE tenant != '#garbage'", ())[0][
                 0
-            ][0]
+            ]
         )
 
     def usage(self, tenant: str | None = None) -> int:
         """Returns the bytes of segments, row files and reservations, of one tenant or of all."""
         if tenant is None:
-            return int(self._all("SELECT coalesce(sum(bytes), 0) FROM usage", ())[0][0])
-        rows = self._all("SELECT bytes FROM usage WHERE tenant = ?", (tenant,))
+            return int(self.all("SELECT coalesce(sum(bytes), 0) FROM usage", ())[0][0])
+        rows = self.all("SELECT bytes FROM usage WHERE tenant = ?", (tenant,))
         return int(rows[0][0]) if rows else 0
 
     def totals(self, tenant: str | None = None) -> Totals:
         """Counts visible prefixes, their own rows and their bytes."""
         condition, values = ("AND tenant = ?", (tenant,)) if tenant is not None else ("", ())
-        row = self._all(
+        row = self.all(
             "SELECT count(*), coalesce(sum(token_count - base), 0), coalesce(sum(disk_bytes), 0)"
             f" FROM prefix WHERE visible {condition}",
             values,
@@ -661,24 +675,27 @@ class Transaction:
     def _prefixes(self, condition: str, values: tuple[Any, ...]) -> list[PrefixRow]:
         return [
             PrefixRow(*row)
-            for row in self._all(f"SELECT {_COLUMNS} FROM prefix WHERE {condition}", values)
+            for row in self.all(f"SELECT {_COLUMNS} FROM prefix WHERE {condition}", values)
         ]
 
     def _layout(self, text: str) -> int:
-        self._run("INSERT OR IGNORE INTO layout (text) VALUES (?)", (text,))
-        return int(self._all("SELECT id FROM layout WHERE text = ?", (text,))[0][0])
+        self.run("INSERT OR IGNORE INTO layout (text) VALUES (?)", (text,))
+        return int(self.all("SELECT id FROM layout WHERE text = ?", (text,))[0][0])
 
-    def _next(self, counter: str) -> int:
+    def next(self, counter: str) -> int:
+        """Returns the next value of a counter: `clock` or `generation`."""
         return int(
-            self._all(
-                "UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", (counter,)
-            )[0][0]
+            self.all("UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", (counter,))[
+                0
+            ][0]
         )
 
-    def _all(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    def all(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """Runs a statement and returns every row; for the tables of this package."""
         return self._connection.execute(statement, values).fetchall()
 
-    def _run(self, statement: str, values: tuple[Any, ...]) -> None:
+    def run(self, statement: str, values: tuple[Any, ...]) -> None:
+        """Runs a statement to its end; for the tables of this package."""
         self._connection.execute(statement, values).fetchall()
 
 

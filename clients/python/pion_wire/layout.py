@@ -112,6 +112,11 @@ class TensorLayout:
         return f"{self.side.value}.{self.slot}"
 
     @property
+    def key(self) -> int:
+        """A number that is its own in any layout, in the order of layouts: 2 slot, + 1 for V."""
+        return 2 * self.slot + (self.side is Side.V)
+
+    @property
     def arrays(self) -> tuple[ArrayLayout, ...]:
         """The arrays that its codec keeps, in the order in which they are stored and sent."""
         return codecs.parse(self.codec).arrays(self.heads, self.head_dim, self.dtype.value)

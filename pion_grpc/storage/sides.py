@@ -1,0 +1,73 @@
+"""Sides: which halves of a prefix a RESP client has declared, and in which order they were used.
+
+A side is declared before its tensors exist, so what they will be is kept beside the prefix, as a text
+that `core` writes and reads. A prefix stored over gRPC has no rows here: its layout says everything,
+and the limit on the number of sides never counts it.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pion_grpc.storage.catalog import Transaction
+
+SCHEMA = """
+CREATE TABLE side (
+  prefix   INTEGER NOT NULL REFERENCES prefix (id),
+  side     TEXT NOT NULL CHECK (side IN ('k', 'v')),
+  declared TEXT NOT NULL,               -- what its tensors are or will be, JSON
+  unsaved  INTEGER NOT NULL DEFAULT 1,  -- declared since the last save
+  last_use INTEGER NOT NULL,
+  PRIMARY KEY (prefix, side)
+) WITHOUT ROWID;
+CREATE INDEX side_use ON side (last_use);
+"""
+
+
+class SideRow(NamedTuple):
+    """One declared side."""
+
+    prefix: int
+    side: str
+    declared: str
+
+
+class Sides:
+    """The table of sides within one transaction."""
+
+    def __init__(self, transaction: "Transaction") -> None:
+        self._transaction = transaction
+
+    def of(self, prefix: int) -> dict[str, str]:
+        """Returns what is declared of each side of a prefix."""
+        rows = self._transaction.all("SELECT side, declared FROM side WHERE prefix = ?", (prefix,))
+        return dict(rows)
+
+    def add(self, prefix: int, side: str, declared: str) -> None:
+        """Declares a side; it is the most recently used one then."""
+        self._transaction.run(
+            "INSERT INTO side (prefix, side, declared, last_use) VALUES (?, ?, ?, ?)",
+            (prefix, side, declared, self._transaction.next("clock")),
+        )
+
+    def remove(self, prefix: int, side: str) -> None:
+        """Takes a declaration back."""
+        self._transaction.run("DELETE FROM side WHERE prefix = ? AND side = ?", (prefix, side))
+
+    def count(self) -> int:
+        """Returns how many are declared, of all tenants."""
+        return int(self._transaction.all("SELECT count(*) FROM side", ())[0][0])
+
+    def least_used(self) -> SideRow | None:
+        """Returns the side that was not used for longest."""
+        rows = self._transaction.all(
+            "SELECT prefix, side, declared FROM side ORDER BY last_use LIMIT 1", ()
+        )
+        return SideRow(*rows[0]) if rows else None
+
+    def unsaved_count(self) -> int:
+        """Returns how many were declared since the last save."""
+        return int(self._transaction.all("SELECT count(*) FROM side WHERE unsaved", ())[0][0])
+
+    def saved(self) -> None:
+        """Notes that all of them have been saved."""
+        self._transaction.run("UPDATE side SET unsaved = 0 WHERE unsaved", ())
