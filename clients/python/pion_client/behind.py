@@ -81,6 +81,11 @@ class Behind:
         """What the jobs that have not ended keep in memory."""
         return self._bytes
 
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no more jobs."""
+        return self._ended
+
     def check(self, *_: object) -> None:
         """Raises Abandoned if the work is not wanted any more; jobs call it now and then."""
         if self._ended:

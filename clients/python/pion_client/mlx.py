@@ -1,0 +1,578 @@
+"""Prompt caches for mlx-lm whose prefill is done once: `PionPromptCache`.
+
+Puts a model's K/V of a prefix where other processes find it, and what they stored into this one's
+cache. Knows mlx-lm's models and caches (through `caches`) and the client; neither files nor protocol.
+
+The one decision: the server may only ever save time. A prefix is installed whole or not at all, after
+model id, token ids, layout, class, position, shape and type have been compared here; whatever is not
+exactly what the caller's model would have computed is a miss with its reason. A server that is down,
+slow or wrong costs one deadline, then nobody asks it for a while (`breaker`). Storing goes on behind
+the caller (`behind`), from views of memory that later appends to the cache do not change.
+
+K/V are functions of the token ids, of the model *and of how the prefill was split*: the same tokens in
+other pieces differ in the last bits, because sums are formed in another order. The bits served are
+those that were stored; they need not be those of a prefill in one piece.
+"""
+
+import collections
+import contextlib
+import functools
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from pion_client import caches, identity
+from pion_client.behind import EXIT_GRACE_S, Abandoned, Behind
+from pion_client.breaker import Breaker
+from pion_client.caches import Cache, CacheMismatch, Rows, UnsupportedCache
+from pion_client.client import Client
+from pion_client.errors import DeadlineExceeded, InvalidRequest, NotStored, PionError
+from pion_client.identity import model_id
+from pion_client.values import Lookup, Prefix, PrefixInfo
+from pion_wire import blocks, limits
+from pion_wire.layout import Layout
+
+__all__ = ["PionPromptCache", "model_id"]
+
+PREFILL_STEP = 2048
+"""Tokens per forward pass: mlx-lm's `prefill_step_size`, so that prefills are split as its own are."""
+DEADLINE_S = 5.0
+ADMISSION_PREFIXES_MAX = 65_536
+"""Prefixes whose misses are remembered for `admission_threshold`; the oldest are forgotten."""
+
+_LOSSY = ("bf16_rope_fp8_body", "fp8", "int8", "mlx4g32", "turbo2", "turbo3", "turbo4")
+_ANSWERS = (
+    *("BUDGET", "CONFLICT", "CORRUPT", "DISK_FULL", "EVICTED", "GENERATION", "LAYOUT"),
+    *("NOT_STORED", "OTHER_CONTENT", "QUOTA", "ROWS", "TOO_MANY_STREAMS"),
+)
+"""Reasons that a server which is well may give."""
+_NAME_IS_TAKEN = ("tokens_differ", "model_differs", "layout_differs")
+
+
+class _Unanswered(Exception):
+    """The server gave no usable answer; the text is the reason in one word."""
+
+
+class _Facts(NamedTuple):
+    """What stored rows must agree with."""
+
+    model_id: str
+    layout: Layout
+
+
+class _Request(NamedTuple):
+    """What a caller wants."""
+
+    token_ids: bytes
+    """u32, little-endian."""
+    namespace: str | None
+    rows_max: int
+    """More rows than these are not wanted."""
+
+    @property
+    def token_count(self) -> int:
+        return len(self.token_ids) // 4
+
+
+class _Found(NamedTuple):
+    """What the server has for a request."""
+
+    served: int = 0
+    """Rows that were, or can be, fetched; 0 is a miss."""
+    reason: str = ""
+    """Why not more."""
+    unstorable: str = ""
+    """Why what is missing must not be stored once it has been computed; empty if it may."""
+    facts: _Facts | None = None
+    prefix: PrefixInfo | None = None
+    lease_id: bytes = b""
+
+    @property
+    def namespace(self) -> str:
+        return self.prefix.namespace if self.prefix else ""
+
+
+class PionPromptCache:
+    """Makes prompt caches for one model, from the server where it has them, else by prefilling.
+
+    Usable from several threads, as far as MLX is: each call runs the model on the thread it is made on.
+
+    Args:
+        model: a loaded mlx-lm model.
+        address: of the server, `host:port` or `unix:/path`; by default what the environment has as
+            PION_ADDRESS, else 127.0.0.1:50051.
+        host, port: the same in two, instead of `address`.
+        model_id: what identifies the model's K/V; by default computed from its parameters and
+            arguments (`model_id`). A name of one's own must change whenever the K/V would.
+        vquant: how rows are stored. "raw" keeps every bit. "fp16" is what f16 rows are anyway; rows
+            of another type are kept raw as well, because casting them would lose bits
+            (`stats()["stored_as"]` says what is done).
+        boundary_protect: layers at both ends that a lossy `vquant` leaves alone; 0.
+        admission_threshold: a prefix is stored from its so many-th miss in this process on.
+        stage2: attention on the server; False.
+        client: a client to use instead of one of one's own; it is not closed here.
+        deadline_s: the longest that a call waits for an answer before it prefills by itself. A
+            transfer may take as long as the prefill that it saves, where that is longer.
+
+    Raises:
+        NotImplementedError: for what this version does not do: lossy `vquant`, `boundary_protect`,
+            `stage2`.
+        ValueError: for values that make no sense.
+        TypeError: `model_id` is needed, because the model's arguments have no JSON.
+    """
+
+    make_namespace = staticmethod(blocks.make_namespace)
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        address: str | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        model_id: str | None = None,
+        vquant: str = "raw",
+        boundary_protect: int = 0,
+        admission_threshold: int = 1,
+        stage2: bool = False,
+        client: Client | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        _check_options(vquant, boundary_protect, admission_threshold, stage2, deadline_s)
+        where = _address(address, host, port, given=client is not None)
+        self._model = model
+        self._model_id = model_id
+        self._vquant = vquant
+        self._admission_threshold = admission_threshold
+        self._deadline_s = deadline_s
+        self._known: tuple[Future[str] | None, Layout] | None = None
+        self._refusal = ""
+        try:  # now, off the path of the first token
+            caches.require_supported(make_prompt_cache(model))
+            self._learn()
+        except UnsupportedCache as refusal:
+            self._refusal = str(refusal)
+        self._owned = contextlib.ExitStack()
+        self._client = client or self._owned.enter_context(Client(where, timeout_s=deadline_s))
+        self._breaker = Breaker()
+        self._behind = Behind()
+        self._tally = _Tally()
+        self._missed: collections.OrderedDict[str, int] = collections.OrderedDict()
+        self._lane, self._lane_reason = "", ""
+
+    # What callers use
+
+    def get_or_prefill(self, prefix_ids: Sequence[int], namespace: str | None = None) -> Cache:
+        """Returns a cache of exactly these tokens, as if the model had just prefilled them.
+
+        With a namespace it is that prefix: if the name holds other tokens, or rows of another model
+        or layout, that is a miss, and what is stored there stays. Without one it is the longest stored
+        beginning of these tokens; only the rest is prefilled, and stored behind it.
+
+        What the caller runs on the cache next must not be empty: it holds no logits.
+
+        Args:
+            prefix_ids: token ids, at least one: a list, a NumPy or an MLX array.
+            namespace: a name, at most 200 bytes of UTF-8 without control characters.
+
+        Raises:
+            ValueError: there are no token ids, or they are none.
+            pion_client.errors.InvalidRequest: the namespace cannot be one.
+        """
+        token_ids = _packed(prefix_ids)
+        request = _Request(token_ids, namespace, len(token_ids) // 4)
+        cache, found = self._restored(request)
+        if found.served < request.token_count:
+            prefill_ms = self._prefill(cache, token_ids[4 * found.served :])
+            if reason := self._keep(cache, request, found, prefill_ms):
+                self._tally.because("skipped", reason)
+        return cache
+
+    def reuse(self, prompt_ids: Sequence[int]) -> tuple[Cache, list[int]]:
+        """Returns a cache of what is stored of a whole prompt, and the tokens left to run on it.
+
+        Nothing is prefilled and nothing stored: on a miss the cache is empty and the rest is the
+        prompt. The rest always has at least one token, the one whose logits come next. To have a prompt
+        stored, call `get_or_prefill(prompt_ids[:-1])`.
+
+        Raises:
+            ValueError: there are no token ids, or they are none.
+        """
+        token_ids = _packed(prompt_ids)
+        request = _Request(token_ids, None, len(token_ids) // 4 - 1)
+        cache, found = self._restored(request)
+        if found.unstorable:
+            self._tally.because("skipped", found.unstorable)
+        return cache, blocks.unpack_token_ids(token_ids[4 * found.served :])
+
+    def lookup(self, namespace: str) -> bool:
+        """Whether a prefix of this model and layout is stored under a name.
+
+        False too where the server does not answer.
+        """
+        try:
+            facts = self._facts()
+            with self._answering():
+                return bool(self._look_up(namespace, facts, None).hit)
+        except (UnsupportedCache, _Unanswered):
+            return False
+
+    def stats(self) -> dict[str, Any]:
+        """What happened so far, in this object.
+
+        `hits` are calls that were served at least one row, `misses` all others, by reason in
+        `miss_reasons`. `skipped` counts what was not stored, by reason; `stored_whole` what was stored
+        with rows that a parent has already, by reason. Times are milliseconds: `fetch_ms_total` until
+        the rows are in the cache, `store_ms_total` on the thread behind. `lane` is how the last hit
+        came, "export" (files of the same host) or "stream", and `lane_reason` why it was streamed.
+        """
+        count = self._tally.of
+        hits, misses = count("hits"), count("misses")
+        return {
+            "hits": hits,
+            "misses": misses,
+            "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
+            "tokens_served": count("tokens_served"),
+            "tokens_prefilled": count("tokens_prefilled"),
+            "fetch_ms_total": float(count("fetch_ms")),
+            "store_ms_total": float(count("store_ms")),
+            "last_prefill_ms": self._tally.last_prefill_ms,
+            "stores": count("stores"),
+            "admission_skips": count("admission_skips"),
+            "admission_threshold": self._admission_threshold,
+            "skipped": self._tally.reasons("skipped"),
+            "stored_whole": self._tally.reasons("stored_whole"),
+            "miss_reasons": self._tally.reasons("miss_reasons"),
+            "lane": self._lane,
+            "lane_reason": self._lane_reason,
+            "breaker": "open" if self._breaker.is_open else "closed",
+            "pending_bytes": self._behind.pending_bytes,
+            "vquant": self._vquant,
+            "stored_as": self._stored_as(),
+        }
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until everything queued is stored or skipped; False if that took longer."""
+        return self._behind.flush(timeout_s)
+
+    def close(self, timeout_s: float = EXIT_GRACE_S) -> None:
+        """Finishes storing, or abandons it after so long; then closes the client it made itself."""
+        self._behind.flush(timeout_s)
+        self._behind.abandon()
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # What the model is
+
+    def _learn(self) -> tuple[Future[str] | None, Layout]:
+        """Starts to find out the model's id, and what its cache holds, unless both are known."""
+        computing = None if self._model_id else identity.begin(self._model)
+        if self._known is None or self._known[0] is not computing:
+            self._known = computing, caches.expected_layout(self._model)
+        return self._known
+
+    def _facts(self) -> _Facts:
+        if self._refusal:
+            raise UnsupportedCache(self._refusal)
+        computing, layout = self._learn()
+        return _Facts(computing.result() if computing else str(self._model_id), layout)
+
+    def _stored_as(self) -> str:
+        if self._known is None:
+            return "not stored"
+        types = sorted({tensor.dtype.value for tensor in self._known[1].tensors})
+        return f"raw {'+'.join(types)}"
+
+    # From the server into the cache
+
+    def _restored(self, request: _Request) -> tuple[Cache, _Found]:
+        cache = make_prompt_cache(self._model)
+        found = self._find(cache, request)
+        self._tally.add("hits" if found.served else "misses")
+        self._tally.add("tokens_served", found.served)
+        if not found.served:
+            self._tally.because("miss_reasons", found.reason)
+        return cache, found
+
+    def _find(self, cache: Cache, request: _Request) -> _Found:
+        """Fills the cache with what the server has for a request, or leaves it empty."""
+        if request.rows_max < 1:
+            return _Found(reason="too_short")
+        try:
+            facts = self._facts()
+            with self._answering():
+                found = self._ask(request, facts)._replace(facts=facts)
+                return self._fetch(cache, request, found, facts) if found.served else found
+        except UnsupportedCache as refusal:
+            return _Found(reason="unsupported_cache", unstorable=str(refusal))
+        except _Unanswered as why:
+            return _Found(reason=str(why), unstorable=str(why))
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Keeps the breaker informed, and turns what the server did wrong into one word.
+
+        Raises _Unanswered; InvalidRequest is the caller's fault and passes.
+        """
+        if not self._breaker.allow():
+            raise _Unanswered("breaker_open")
+        try:
+            yield
+        except InvalidRequest:
+            self._breaker.succeeded()
+            raise
+        except PionError as error:
+            if error.reason in _ANSWERS:
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed(at_once=isinstance(error, DeadlineExceeded))
+            raise _Unanswered(error.reason.lower()) from error
+        self._breaker.succeeded()
+
+    def _ask(self, request: _Request, facts: _Facts) -> _Found:
+        if request.namespace is not None:
+            named = self._look_up(request.namespace, facts, request.token_ids)
+            reason = str(named.reason)
+            if named.hit:
+                return _Found(request.token_count, prefix=named.prefix, lease_id=named.lease_id)
+            return _Found(reason=reason, unstorable=reason if reason in _NAME_IS_TAKEN else "")
+        match = self._client.match(
+            model=facts.model_id, token_ids=request.token_ids, timeout_s=self._deadline_s
+        )
+        if not match.hit or match.prefix is None:
+            return _Found(reason=str(match.reason))
+        if match.prefix.layout != facts.layout:
+            return _Found(reason="layout_differs", unstorable="layout_differs")
+        served = min(match.token_count, request.rows_max)
+        return _Found(served, str(match.reason), prefix=match.prefix, lease_id=match.lease_id)
+
+    def _look_up(self, namespace: str, facts: _Facts, token_ids: bytes | None) -> Lookup:
+        return self._client.lookup(
+            namespace,
+            model=facts.model_id,
+            layout=facts.layout,
+            token_ids=token_ids,
+            lease_ms=limits.LEASE_MS_DEFAULT if token_ids else 0,
+            timeout_s=self._deadline_s,
+        )
+
+    def _fetch(self, cache: Cache, request: _Request, found: _Found, facts: _Facts) -> _Found:
+        started = time.perf_counter()
+        prefix = self._client.fetch(
+            None if found.lease_id else found.namespace,
+            lease_id=found.lease_id,
+            rows=(0, found.served),
+            as_mlx=True,
+            timeout_s=self._patience_s(found),
+        )
+        if prefix is None:  # evicted meanwhile, or found corrupt and taken out: the name is free
+            return found._replace(served=0, reason="gone")
+        wanted = request.token_ids[: 4 * found.served]
+        if wrong := _install(cache, prefix, wanted, facts):
+            return found._replace(served=0, reason=wrong, unstorable=wrong)
+        self._tally.add("fetch_ms", (time.perf_counter() - started) * 1e3)
+        self._lane, self._lane_reason = prefix.transport, prefix.transport_reason
+        return found
+
+    def _patience_s(self, found: _Found) -> float:
+        """How long a transfer may take: the deadline, or the prefill it saves if that is longer."""
+        return max(self._deadline_s, _prefill_ms(found) / 1e3)
+
+    # From the model into the cache
+
+    def _prefill(self, cache: Cache, token_ids: bytes) -> float:
+        """Appends tokens to the cache and waits until it is computed; returns how long it took.
+
+        Only the cache is evaluated: of the last layer no attention, and of no token the logits.
+        """
+        started = time.perf_counter()
+        ids = mx.array(np.frombuffer(token_ids, "<u4"))
+        for begin in range(0, ids.size, PREFILL_STEP):
+            self._model(ids[None, begin : begin + PREFILL_STEP], cache=cache)
+            mx.eval([slot.state for slot in cache])
+            mx.clear_cache()
+        prefill_ms = (time.perf_counter() - started) * 1e3
+        self._tally.add("tokens_prefilled", ids.size)
+        self._tally.last_prefill_ms = prefill_ms
+        return prefill_ms
+
+    # From the cache to the server
+
+    def _keep(self, cache: Cache, request: _Request, found: _Found, prefill_ms: float) -> str:
+        """Has the cache stored behind the caller; returns why not, or nothing."""
+        if found.unstorable or found.facts is None:
+            return found.unstorable
+        if not self._admitted(request):
+            self._tally.add("admission_skips")
+            return ""
+        if found.served and request.token_count - found.served < limits.CHAIN_TOKENS_MIN:
+            return "tail_short"
+        if caches.layout_of(cache) != found.facts.layout:
+            return "layout_changed"
+        rows = caches.take(cache)
+        job = functools.partial(self._store, request, found, rows, prefill_ms)
+        size_bytes = sum(side.nbytes for pair in rows for side in pair)
+        abandoned = functools.partial(self._tally.because, "skipped", "abandoned")
+        queued = self._behind.put(job, size_bytes=size_bytes, abandoned=abandoned)
+        return "" if queued else "closed" if self._behind.ended else "queue_full"
+
+    def _admitted(self, request: _Request) -> bool:
+        if self._admission_threshold == 1:
+            return True
+        name = request.namespace or hashlib.sha256(request.token_ids).hexdigest()
+        with self._tally.lock:
+            count = self._missed.pop(name, 0) + 1
+            self._missed[name] = count
+            if len(self._missed) > ADMISSION_PREFIXES_MAX:
+                self._missed.popitem(last=False)
+        return count >= self._admission_threshold
+
+    def _store(self, request: _Request, found: _Found, rows: list[Rows], prefill_ms: float) -> None:
+        """The job behind the caller."""
+        started = time.perf_counter()
+        try:
+            with self._answering():
+                self._send(request, found, rows, prefill_ms)
+            self._tally.add("stores")
+        except InvalidRequest as error:
+            self._tally.because("skipped", error.reason.lower())
+        except _Unanswered as why:
+            self._tally.because("skipped", str(why))
+        except Abandoned:
+            self._tally.because("skipped", "abandoned")
+        finally:
+            self._tally.add("store_ms", (time.perf_counter() - started) * 1e3)
+
+    def _send(self, request: _Request, found: _Found, rows: list[Rows], prefill_ms: float) -> None:
+        assert found.facts is not None
+        saved_ms = _prefill_ms(found)
+        store = functools.partial(
+            self._client.store,
+            request.namespace,
+            token_ids=request.token_ids,
+            model=found.facts.model_id,
+            # Of a child's rows only some were computed now; without the others' time it is unknown.
+            prefill_ms=prefill_ms + saved_ms if saved_ms or not found.served else 0,
+            progress=self._behind.check,
+        )
+        why_whole = _why_whole(found)
+        if found.served and not why_whole:
+            own = [Rows(k[:, found.served :], v[:, found.served :]) for k, v in rows]
+            try:
+                store(layers=own, parent=found.namespace, base=found.served)
+                return
+            except NotStored:  # dropped or evicted meanwhile; all rows are here
+                why_whole = "parent_gone"
+        store(layers=rows)
+        if why_whole:
+            self._tally.because("stored_whole", why_whole)
+
+
+class _Tally:
+    """Counters behind one lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.last_prefill_ms = 0.0
+        self._sums: dict[str, float] = collections.defaultdict(int)
+        self._reasons: dict[str, dict[str, int]] = {}
+
+    def add(self, name: str, amount: float = 1) -> None:
+        with self.lock:
+            self._sums[name] += amount
+
+    def because(self, name: str, reason: str) -> None:
+        with self.lock:
+            counts = self._reasons.setdefault(name, {})
+            counts[reason] = counts.get(reason, 0) + 1
+
+    def of(self, name: str) -> float:
+        with self.lock:
+            return self._sums[name]
+
+    def reasons(self, name: str) -> dict[str, int]:
+        with self.lock:
+            return dict(self._reasons.get(name, {}))
+
+
+def _install(cache: Cache, prefix: Prefix, token_ids: bytes, facts: _Facts) -> str:
+    """Fills the cache with a fetched prefix, whole; or says in one word what is wrong with it."""
+    if prefix.model != facts.model_id:
+        return "model_differs"
+    if prefix.packed_token_ids != token_ids:
+        return "tokens_differ"
+    if prefix.slots != tuple(range(len(cache))):
+        return "layout_differs"
+    try:
+        caches.install(cache, prefix.layers, facts.layout, len(token_ids) // 4)
+    except CacheMismatch:
+        return "layout_differs"
+    return ""
+
+
+def _prefill_ms(found: _Found) -> float:
+    """The measured prefill time of the rows that are served; 0 if none was reported."""
+    if not found.served or found.prefix is None:
+        return 0.0
+    return found.prefix.prefill_ms * found.served / found.prefix.token_count
+
+
+def _why_whole(found: _Found) -> str:
+    """Why a match is not made the parent of what follows it; empty if it is."""
+    if not found.served or found.prefix is None:
+        return ""
+    if found.served < limits.CHAIN_TOKENS_MIN:
+        return "base_short"  # a shared <s> would make all prefixes hang on one
+    if found.prefix.depth + 1 >= limits.CHAIN_DEPTH_MAX:
+        return "chain_deep"
+    return ""
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    packed = blocks.pack_token_ids(np.asarray(token_ids))
+    if not packed:
+        raise ValueError("there are no token ids")
+    return packed
+
+
+def _check_options(
+    vquant: str, boundary_protect: int, admission_threshold: int, stage2: bool, deadline_s: float
+) -> None:
+    if vquant in _LOSSY:
+        raise NotImplementedError(f"vquant={vquant!r}: rows are kept raw; no lossy codec here yet")
+    if vquant not in ("raw", "fp16"):
+        raise ValueError(f"vquant={vquant!r} is unknown")
+    if boundary_protect < 0 or admission_threshold < 1 or deadline_s <= 0:
+        raise ValueError("boundary_protect ≥ 0, admission_threshold ≥ 1 and deadline_s > 0, please")
+    if boundary_protect:
+        raise NotImplementedError("boundary_protect: rows are kept raw in every layer; leave it 0")
+    if stage2:
+        raise NotImplementedError("stage2: attention runs in this process only; leave it False")
+
+
+def _address(address: str | None, host: str | None, port: int | None, *, given: bool) -> str:
+    if sum((bool(address), bool(host or port), given)) > 1:
+        raise ValueError("give one of address, host and port, or client")
+    if not (address or host or port):
+        return os.environ.get("PION_ADDRESS", "127.0.0.1:50051")
+    host = host or "127.0.0.1"
+    return address or (f"[{host}]" if ":" in host else host) + f":{port or 50051}"
