@@ -1,7 +1,8 @@
 """The server: puts the parts together, serves until told to stop, and stops in order.
 
 SIGTERM: health says NOT_SERVING, proxies get `drain_ms` to notice, running calls `grace_ms` to end, the
-store is made durable and closed; then the process ends, even if a handler hangs.
+store is made durable and closed; then the process ends, even if a handler hangs. A second signal waits
+for neither proxies nor calls.
 """
 
 import ctypes
@@ -25,7 +26,14 @@ from pion_grpc.config import Config
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.errors import CannotStart, PionError
 from pion_grpc.rpc.prefix_store import PrefixStoreService
-from pion_grpc.rpc.service import Credentials, Streams, service_handler
+from pion_grpc.rpc.service import (
+    LARGE_MESSAGES,
+    SMALL_MESSAGES,
+    Credentials,
+    Doorman,
+    Streams,
+    service_handler,
+)
 from pion_grpc.rpc.stats import StatsService
 from pion_grpc.rpc.unimplemented import UnimplementedService
 from pion_grpc.storage.catalog import unix_ms
@@ -34,14 +42,13 @@ from pion_wire.v1 import attend_pb2, prefix_store_pb2, ssm_state_pb2, stats_pb2
 
 UNARY_THREADS = 32
 """Threads beside one for each permitted stream, so that unary calls and health never wait for those."""
-MESSAGE_BYTES_MAX = 65 << 20
-"""What a client may send at once: a 64 MiB attend query and its framing."""
 TICK_S = 1.0
 CLEAN_EVERY_TICKS = 30
+HURRY_TICK_S = 0.05
 
 CHANNEL_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a busy port refuses to start
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", LARGE_MESSAGES.request),
     ("grpc.max_send_message_length", -1),
     # Proxies of a mesh ping on their own; an answer of GOAWAY would cut long calls.
     ("grpc.http2.max_ping_strikes", 0),
@@ -54,6 +61,13 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_frame_size", 4 << 20),
     ("grpc.http2.lookahead_bytes", 8 << 20),
 )
+
+SERVICES = {
+    name: service
+    for file in (prefix_store_pb2, attend_pb2, ssm_state_pb2, stats_pb2)
+    for name, service in file.DESCRIPTOR.services_by_name.items()
+}
+"""What the contract has, by name."""
 
 _log = structlog.get_logger()
 
@@ -83,12 +97,17 @@ class Server:
         )
         self._streams = Streams(config.streams_max, config.stall_ms)
         self._stopping = threading.Event()
+        self._hurry = threading.Event()
         self._pool = ThreadPoolExecutor(
             config.streams_max + UNARY_THREADS, thread_name_prefix="grpc"
         )
-        self._server = grpc.server(self._pool, options=CHANNEL_OPTIONS)
+        credentials = Credentials({"": password} if password else {})
+        passing = [health.SERVICE_NAME, *(service.full_name for service in SERVICES.values())]
+        self._server = grpc.server(
+            self._pool, options=CHANNEL_OPTIONS, interceptors=[Doorman(credentials, passing)]
+        )
         self._health = health.HealthServicer()
-        self._add_services(Credentials({"": password} if password else {}))
+        self._add_services(credentials)
         self.address = self._bind(config.listen)
 
     def start(self) -> None:
@@ -111,8 +130,11 @@ class Server:
         self._health.enter_graceful_shutdown()
         _log.info("draining")
         drain = self._config.drain_ms if drain_ms is None else drain_ms
-        self._stopping.wait(drain / 1_000)  # set early by a second signal
-        self._server.stop(self._config.grace_ms / 1_000).wait()
+        self._hurry.wait(drain / 1_000)
+        ended = self._server.stop(self._config.grace_ms / 1_000)
+        while not ended.wait(HURRY_TICK_S):
+            if self._hurry.is_set():
+                self._server.stop(None).wait()
         self._stopping.set()
         self._housekeeper.join()
         self.store.close()
@@ -120,29 +142,29 @@ class Server:
         _log.info("stopped")
 
     def hurry(self) -> None:
-        """Cuts the drain short."""
-        self._stopping.set()
+        """Cuts the drain short, and the calls that still run."""
+        self._hurry.set()
 
     def _add_services(self, credentials: Credentials) -> None:
-        files = (prefix_store_pb2, attend_pb2, ssm_state_pb2, stats_pb2)
-        descriptors = {
-            name: service
-            for file in files
-            for name, service in file.DESCRIPTOR.services_by_name.items()
-        }
         implementations = {
             "PrefixStore": PrefixStoreService(self.store, self._config, unix_ms()),
-            "Attend": UnimplementedService(descriptors["Attend"]),
-            "SSMState": UnimplementedService(descriptors["SSMState"]),
+            "Attend": UnimplementedService(SERVICES["Attend"]),
+            "SSMState": UnimplementedService(SERVICES["SSMState"]),
             "Stats": StatsService(self.store.ledger),
         }
         handlers = [
-            service_handler(descriptors[name], implementation, credentials, self._streams)
+            service_handler(
+                SERVICES[name],
+                implementation,
+                credentials,
+                self._streams,
+                LARGE_MESSAGES if name == "Attend" else SMALL_MESSAGES,
+            )
             for name, implementation in implementations.items()
         ]
         self._server.add_generic_rpc_handlers(handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._services = ["", *(service.full_name for service in descriptors.values())]
+        self._services = ["", *(service.full_name for service in SERVICES.values())]
         reflection.enable_server_reflection(
             [*self._services[1:], health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
         )

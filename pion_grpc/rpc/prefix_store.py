@@ -1,5 +1,6 @@
 """pion.v1.PrefixStore: messages to values, values to messages, and chunks framed by hand."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +29,7 @@ from pion_grpc.core.values import (
     WriteRowsHeader,
 )
 from pion_grpc.errors import InvalidRequest, NoBackend
-from pion_grpc.rpc.service import Call, MessageSizes
+from pion_grpc.rpc.service import SMALL_MESSAGES, Call
 from pion_wire import codecs, limits
 from pion_wire.framing import (
     FrameError,
@@ -74,9 +75,6 @@ _DURABILITIES = {
 }
 
 
-MESSAGE_SIZES = MessageSizes(request=8 << 20, response=4 << 20)
-"""Requests: a header with a million token ids, a table of 400,000 hashes, and what little else there is.
-Responses: what a client takes that sets no limit of its own."""
 _CHUNK_MESSAGE_BYTES_MAX = limits.CHUNK_BYTES_MAX + 4_096
 _LIST_ENTRY_BYTES = 8
 """Bytes around an entry of a list, at most, for entries below 2 MiB."""
@@ -292,7 +290,7 @@ class PrefixStoreService:
         size = 0
         for info in map(_prefix_info, page):
             size += info.ByteSize() + _LIST_ENTRY_BYTES
-            if answer.prefixes and size > MESSAGE_SIZES.response:
+            if answer.prefixes and size > SMALL_MESSAGES.response:
                 break
             answer.prefixes.append(info)
         if len(answer.prefixes) < len(page) or len(page) == count:
@@ -317,9 +315,13 @@ class PrefixStoreService:
             raise InvalidRequest(
                 "namespaces", f"more than {limits.NAMES_MAX}", limit=limits.NAMES_MAX
             )
-        bitmap_bytes = len(request.hashes) // 64 + _LIST_ENTRY_BYTES
-        if bitmap_bytes * len(request.namespaces) > MESSAGE_SIZES.response:
-            raise InvalidRequest("hashes", "the answer would exceed 4 MiB: probe fewer names at once")
+        answer_bytes = (len(request.hashes) // 64 + _LIST_ENTRY_BYTES) * len(request.namespaces)
+        if answer_bytes > SMALL_MESSAGES.response:
+            raise InvalidRequest(
+                "hashes",
+                f"the answer would have {answer_bytes} bytes: probe fewer names at once",
+                limit=SMALL_MESSAGES.response,
+            )
         bitmaps = [
             self._store.membership(call.tenant, name, request.hashes) for name in request.namespaces
         ]

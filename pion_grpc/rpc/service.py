@@ -3,6 +3,9 @@
 An implementation has one method per RPC, named as in the proto, that takes the parsed request (of a
 client stream: an iterator of serialised messages) and a `Call`, and returns the response (of a server
 stream: an iterator of messages, or of frames that are serialised already). It raises domain errors.
+
+The size of a message is checked before it is parsed: a megabyte of empty submessages would be fifty of
+objects.
 """
 
 import base64
@@ -10,7 +13,7 @@ import binascii
 import hmac
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import grpc
@@ -20,6 +23,20 @@ from google.protobuf.message_factory import GetMessageClass
 
 from pion_grpc.errors import InvalidRequest, NotAuthenticated, TooManyStreams
 from pion_grpc.rpc.errors import translated
+
+
+class MessageSizes(NamedTuple):
+    """The largest messages of a service, in bytes."""
+
+    request: int
+    response: int
+
+
+SMALL_MESSAGES = MessageSizes(request=8 << 20, response=4 << 20)
+"""Requests: a header with a million token ids, a table of 400,000 hashes and what little else there is.
+Responses: what a client takes that sets no limit of its own."""
+LARGE_MESSAGES = MessageSizes(request=65 << 20, response=65 << 20)
+"""Of Attend: tensors of 64 MiB, and what is around them."""
 
 
 class Call(NamedTuple):
@@ -43,9 +60,13 @@ class Credentials:
         Raises:
             NotAuthenticated: no credentials where some are needed, or wrong ones.
         """
+        return self.tenant_of(context.invocation_metadata())
+
+    def tenant_of(self, metadata: Iterable[tuple[str, str | bytes]]) -> str:
+        """Returns the tenant that metadata names; raises as `tenant` does."""
         if not self._passwords:
             return ""
-        for key, value in context.invocation_metadata():
+        for key, value in metadata:
             if key == "authorization":
                 return self._check(value if isinstance(value, str) else value.decode("latin-1"))
         raise NotAuthenticated("this server needs a password: set PION_PASSWORD")
@@ -62,6 +83,26 @@ class Credentials:
         if scheme.lower() != "basic" or known is None or not right:
             raise NotAuthenticated("unknown tenant, or wrong password")
         return tenant
+
+
+class Doorman(grpc.ServerInterceptor):
+    """Asks for credentials before what does not ask itself: reflection, and whatever does not exist.
+
+    Services of ours pass: they ask in their handlers, which need the tenant. Health is open to all.
+    """
+
+    def __init__(self, credentials: Credentials, passing: Iterable[str]) -> None:
+        self._credentials = credentials
+        self._passing = tuple(f"/{service}/" for service in passing)
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Returns the handler of a call, or one that refuses it."""
+        if not details.method.startswith(self._passing):
+            try:
+                self._credentials.tenant_of(details.invocation_metadata)
+            except NotAuthenticated as error:
+                return _refusing(error, details.method)
+        return continuation(details)
 
 
 class Streams:
@@ -118,10 +159,13 @@ def service_handler(
     implementation: object,
     credentials: Credentials,
     streams: Streams,
+    sizes: MessageSizes,
 ) -> grpc.GenericRpcHandler:
     """Returns the handler of all methods of a service."""
     handlers = {
-        method.name: _handler(method, getattr(implementation, method.name), credentials, streams)
+        method.name: _handler(
+            method, getattr(implementation, method.name), credentials, streams, sizes
+        )
         for method in descriptor.methods
     }
     return grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
@@ -132,14 +176,32 @@ def _handler(
     behaviour: Callable[[Any, Call], Any],
     credentials: Credentials,
     streams: Streams,
+    sizes: MessageSizes,
 ) -> Any:
     request_type = GetMessageClass(method.input_type)
     name = method.full_name
 
-    def unary(message: bytes, context: grpc.ServicerContext) -> Message:
+    def parse(message: bytes) -> Message:
+        _check_size(message, sizes.request)
+        try:
+            return request_type.FromString(message)
+        except DecodeError as error:
+            problem = f"not a {request_type.DESCRIPTOR.name}, or a text in it is not UTF-8"
+            raise InvalidRequest("request", problem) from error
+
+    def incoming(messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
+        for message in messages:
+            call.progress()
+            _check_size(message, sizes.request)
+            yield message
+
+    def unary(message: bytes, context: grpc.ServicerContext) -> bytes:
         with translated(context, name):
             call = Call(credentials.tenant(context), context, _nothing)
-            response: Message = behaviour(_parse(request_type, message), call)
+            response = _serialise(behaviour(parse(message), call))
+            if len(response) > sizes.response:
+                problem = f"the answer would have {len(response)} bytes: ask for less at once"
+                raise InvalidRequest("request", problem, limit=sizes.response)
             return response
         raise AssertionError("a translated error has ended the call")
 
@@ -149,7 +211,7 @@ def _handler(
             stream = streams.open(context)
             try:
                 call = Call(tenant, context, lambda: streams.progress(stream))
-                for response in behaviour(_parse(request_type, message), call):
+                for response in behaviour(parse(message), call):
                     yield response
                     streams.progress(stream)
             finally:
@@ -161,7 +223,7 @@ def _handler(
             stream = streams.open(context)
             try:
                 call = Call(tenant, context, lambda: streams.progress(stream))
-                response: Message = behaviour(_noting(messages, call), call)
+                response: Message = behaviour(incoming(messages, call), call)
                 return response
             finally:
                 streams.close(stream)
@@ -175,7 +237,7 @@ def _handler(
             stream = streams.open(context)
             try:
                 call = Call(tenant, context, lambda: streams.progress(stream))
-                yield from behaviour(_noting(messages, call), call)
+                yield from behaviour(incoming(messages, call), call)
             finally:
                 streams.close(stream)
 
@@ -188,17 +250,19 @@ def _handler(
     return grpc.unary_unary_rpc_method_handler(unary, None, _serialise)
 
 
-def _noting(messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
-    for message in messages:
-        call.progress()
-        yield message
+def _check_size(message: bytes, limit: int) -> None:
+    if len(message) > limit:
+        raise InvalidRequest("request", f"{len(message)} bytes exceed {limit}", limit=limit)
 
 
-def _parse(request_type: type[Message], message: bytes) -> Message:
-    try:
-        return request_type.FromString(message)
-    except DecodeError as error:
-        raise InvalidRequest("request", f"not a {request_type.DESCRIPTOR.name}") from error
+def _refusing(error: NotAuthenticated, method: str) -> Any:
+    def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        with translated(context, method):
+            raise error
+        yield b""
+
+    # A stream of messages is what every kind of call is on the wire.
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _serialise(message: Message | bytes) -> bytes:
