@@ -101,21 +101,22 @@ def _attend_spans(resident: _Held, query: Query) -> Answer:
         width = 1  # what is widened stays in the cache, one head at a time
 
     q = query.q * np.float32(query.softmax_scale)
-    out = np.empty((heads, rows, dim), np.float32)
-    lse = np.empty((heads, rows), np.float32)
-    for group in plan.groups(query.head_map, heads, resident.heads, width):
+    groups = plan.groups(query.head_map, heads, resident.heads, width)
+    done = []
+    for group in groups:
         parts = _parts(resident, group.kv, spans)
         if suffix and suffix_tokens:
             last = slice(columns - suffix_tokens, columns)
             parts.append(_Part(suffix.k[group.kv], suffix.v[group.kv], last))
         mine = q[group.heads]
         tile = mine.reshape(len(parts[0].k), -1, dim)
-        done = [
+        pieces = [
             _attend_tile(tile[:, some], parts, plan.suffix_mask(some, rows, suffix_tokens))
             for some in plan.steps(tile.shape[1], SCORES_PER_TILE // (len(tile) * columns))
         ]
-        out[group.heads] = _joined([o for o, _ in done]).reshape(mine.shape)
-        lse[group.heads] = _joined([s for _, s in done]).reshape(mine.shape[:2])
+        o, s = pieces[0] if len(pieces) == 1 else _joined(pieces)
+        done.append((o.reshape(mine.shape), s.reshape(mine.shape[:2])))
+    out, lse = done[0] if len(done) == 1 else _by_head(groups, done, q.shape)
     return Answer(out, lse if query.with_lse else None)
 
 
@@ -167,8 +168,20 @@ def _parts(resident: _Held, kv: slice, spans: list[plan.Span]) -> list[_Part]:
     return parts
 
 
-def _joined(pieces: list[F32]) -> F32:
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+def _joined(pieces: list[tuple[F32, F32]]) -> tuple[F32, F32]:
+    """Answers for some rows each, one after another."""
+    out, lse = zip(*pieces, strict=True)
+    return np.concatenate(out, axis=1), np.concatenate(lse, axis=1)
+
+
+def _by_head(
+    groups: tuple[plan.Group, ...], done: list[tuple[F32, F32]], shape: tuple[int, ...]
+) -> tuple[F32, F32]:
+    """Answers for the heads of one group each, every head in its place; ``shape`` is the whole's."""
+    out, lse = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
+    for group, (o, s) in zip(groups, done, strict=True):
+        out[group.heads], lse[group.heads] = o, s
+    return out, lse
 
 
 def _f32(a: Array) -> F32:

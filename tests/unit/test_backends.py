@@ -46,7 +46,7 @@ SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 VALUES_MAX = 1 << 19  # of K in a random case: the reference takes milliseconds for it
 
 properties = settings(
-    max_examples=30,
+    max_examples=20,
     deadline=None,
     # One instance of a backend serves all examples, and the suite is inherited: both on purpose.
     suppress_health_check=[HealthCheck.differing_executors],
