@@ -76,6 +76,8 @@ _DURABILITIES = {
 
 
 _CHUNK_MESSAGE_BYTES_MAX = limits.CHUNK_BYTES_MAX + 4_096
+_HEADER_REST_BYTES = 16 << 10
+"""Names, numbers and the lengths of everything in the header of a Fetch, generously."""
 _LIST_ENTRY_BYTES = 8
 """Bytes around an entry of a list, at most, for entries below 2 MiB."""
 
@@ -442,7 +444,7 @@ def _first(messages: Iterator[bytes], kind: type[StreamMessage]) -> Any:
     if message is None:
         raise InvalidRequest("header", "the stream is empty")
     try:
-        parsed = kind.FromString(message)
+        parsed: Any = kind.FromString(message)
     except DecodeError as error:
         problem = f"not a {kind.DESCRIPTOR.name}, or a text in it is not UTF-8"
         raise InvalidRequest("header", problem) from error
@@ -481,6 +483,15 @@ def _parse(message: bytes) -> HeaderBytes | RowChunk | PartChunk:
 def _store_header(message: pb.PrefixStoreStoreHeader) -> StoreHeader:
     if len(message.parts) > limits.PARTS_MAX:
         raise InvalidRequest("parts", f"more than {limits.PARTS_MAX}", limit=limits.PARTS_MAX)
+    # What the header of a Fetch will have: layout and parts as they are stored, and as they are served.
+    twice = message.layout.ByteSize()
+    twice += sum(part.ByteSize() + _LIST_ENTRY_BYTES for part in message.parts)
+    if len(message.token_ids) + 2 * twice > SMALL_MESSAGES.response - _HEADER_REST_BYTES:
+        raise InvalidRequest(
+            "parts" if message.parts else "token_ids",
+            "token ids, layout and parts would not fit into the header of a Fetch",
+            limit=SMALL_MESSAGES.response,
+        )
     return StoreHeader(
         message.namespace,
         message.model_id,

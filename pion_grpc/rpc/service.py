@@ -259,7 +259,6 @@ def _refusing(error: NotAuthenticated, method: str) -> Any:
     def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with translated(context, method):
             raise error
-        yield b""
 
     # A stream of messages is what every kind of call is on the wire.
     return grpc.stream_stream_rpc_method_handler(refuse)
