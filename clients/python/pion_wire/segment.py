@@ -10,9 +10,15 @@
             token_ids              U32 [tokens]              all tokens, those of parents included
             crc32c                 U32 [pages]               of each 256 KiB of the data before it
 
-Metadata (`__metadata__`, texts): `format` "pion-segment/1", `model_id`, `layout` (JSON), `base` (rows
-that belong to the parent; the tensors hold the rows after them), `parent` (its namespace), `parts`
-(JSON). There is no dead byte between tensors or behind them, because safetensors refuses those.
+Metadata (`__metadata__`, texts): `header_crc32c` (8 hex digits: the CRC-32C of the JSON, padding
+included, with zeros in their place), `format` "pion-segment/1", `model_id`, `layout` (JSON), `base`
+(rows that belong to the parent; the tensors hold the rows after them), `parent` (its namespace),
+`parts` (JSON), `namespace` (the name it was stored under; empty where nobody said). There is no dead
+byte between tensors or behind them, because safetensors refuses those.
+
+The one decision: a header has one form. Its text follows from what it says, so a reader writes it
+again and compares: offsets that lie, numbers in another spelling and, thanks to the checksum, a changed
+bit in a model id or in the description of a part are all the same refusal.
 
 Knows bytes only; the server writes and reads them through its storage layer, the client exports and
 imports the same format.
@@ -22,7 +28,7 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from crc32c import crc32c
@@ -32,6 +38,9 @@ from pion_wire.layout import Layout, PartInfo, shape_bytes
 
 FORMAT = "pion-segment/1"
 HEADER_BYTES_MAX = 8 << 20
+_NO_CHECKSUM = "00000000"
+_CHECKSUM_BEGIN = len('{"__metadata__":{"header_crc32c":"')
+_CHECKSUM_END = _CHECKSUM_BEGIN + len(_NO_CHECKSUM)
 
 
 class SegmentError(ValueError):
@@ -61,6 +70,8 @@ class SegmentLayout:
     base: int = 0
     parent: str = ""
     parts: tuple[PartInfo, ...] = ()
+    namespace: str = ""
+    """The name it was stored under; empty if the file does not say."""
 
     def entries(self) -> Iterator[ArrayEntry]:
         """Yields the arrays in file order, the checksums last."""
@@ -82,12 +93,14 @@ class SegmentLayout:
     def header(self) -> bytes:
         """Returns everything before the data."""
         metadata = {
+            "header_crc32c": _NO_CHECKSUM,  # first, so that it has a fixed place
             "format": FORMAT,
             "model_id": self.model_id,
             "layout": self.layout.to_json(),
             "base": str(self.base),
             "parent": self.parent,
             "parts": json.dumps([list(part) for part in self.parts]),
+            "namespace": self.namespace,
         }
         table: dict[str, object] = {"__metadata__": metadata}
         for entry in self.entries():
@@ -98,6 +111,8 @@ class SegmentLayout:
             }
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
+        checksum = f"{crc32c(text):08x}".encode()
+        text = text[:_CHECKSUM_BEGIN] + checksum + text[_CHECKSUM_END:]
         return struct.pack("<Q", len(text)) + text
 
 
@@ -145,7 +160,8 @@ def parse_header(text: bytes) -> SegmentHeader:
     """Takes the JSON of a header apart, and checks it against what it describes.
 
     Raises:
-        SegmentError: not a segment, another version, or offsets that contradict its layout.
+        SegmentError: not a segment, another version, offsets that contradict its layout, or bytes
+            that have changed since it was written.
     """
     try:
         table = json.loads(text)
@@ -157,26 +173,59 @@ def parse_header(text: bytes) -> SegmentHeader:
             name: ArrayEntry(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
             for name, entry in table.items()
         }
-        layout = Layout.from_json(metadata["layout"])
-        segment = SegmentLayout(
-            layout=layout,
-            row_counts=tuple(
-                arrays[tensor.name + tensor.arrays[0].suffix].shape[0] for tensor in layout.tensors
-            ),
-            token_count=arrays["token_ids"].shape[0],
-            model_id=metadata["model_id"],
-            base=int(metadata["base"]),
-            parent=metadata["parent"],
-            parts=tuple(PartInfo(*part) for part in json.loads(metadata["parts"])),
-        )
+        segment = _segment(metadata, arrays)
         expected = {entry.name: entry for entry in segment.entries()}
+        canonical = segment.header()[8:]
     except SegmentError:
         raise
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise SegmentError(f"not a segment: {error!r}") from error
     if arrays != expected:
         raise SegmentError("the offsets of the arrays contradict the layout")
+    if canonical != text:
+        raise SegmentError("the header is not what was written: it has changed")
     return SegmentHeader(segment, 8 + len(text), arrays)
+
+
+def _segment(metadata: dict[str, Any], arrays: dict[str, ArrayEntry]) -> SegmentLayout:
+    layout = Layout.from_json(metadata["layout"])
+    for tensor in layout.tensors:
+        for number in (tensor.slot, tensor.heads, tensor.head_dim):
+            _number(number, limits.ROW_BYTES_MAX)
+    first_arrays = [arrays[tensor.name + tensor.arrays[0].suffix] for tensor in layout.tensors]
+    return SegmentLayout(
+        layout=layout,
+        row_counts=tuple(_number(array.shape[0], limits.TOKENS_MAX) for array in first_arrays),
+        token_count=_number(arrays["token_ids"].shape[0], limits.TOKENS_MAX),
+        model_id=_text(metadata["model_id"]),
+        base=_number(int(metadata["base"]), limits.TOKENS_MAX),
+        parent=_text(metadata["parent"]),
+        parts=tuple(_part(*part) for part in json.loads(metadata["parts"])),
+        namespace=_text(metadata["namespace"]),
+    )
+
+
+def _part(kind: Any, slot: Any, boundary: Any, size: Any, description: Any) -> PartInfo:
+    return PartInfo(
+        _text(kind),
+        _number(slot, limits.SLOTS_MAX),
+        _number(boundary, limits.TOKENS_MAX),
+        _number(size, limits.PART_BYTES_MAX),
+        _text(description),
+    )
+
+
+def _number(value: Any, most: int) -> int:
+    """Refuses what would make offsets run backwards, or sizes absurd."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise SegmentError(f"{value!r} is no number of 0 to {most}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise SegmentError(f"{value!r} is no text")
+    return value
 
 
 class PageChecksums:
