@@ -84,6 +84,7 @@ from pion_grpc.storage.catalog import (
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import SegmentWriter
+from pion_grpc.storage.sides import Sides
 from pion_wire import limits
 from pion_wire.blocks import common_tokens, root_hash
 from pion_wire.layout import Layout, Side
@@ -113,6 +114,13 @@ class Totals(NamedTuple):
     live_bytes: int
     evicted: int
     corrupt: int
+
+
+class _Opened(NamedTuple):
+    prefix: PrefixRow
+    info: PrefixInfo
+    reading: Reading
+    token_ids: bytes
 
 
 class _Snapshot(NamedTuple):
@@ -145,7 +153,7 @@ class PrefixStore:
         files = files or Files()
         self._catalog = Catalog(directory.catalog, files)
         self.space = Space(directory, self._catalog, files, budget_bytes, tenant_budget_bytes)
-        self._workshop = Workshop(
+        self.workshop = Workshop(
             directory,
             self._catalog,
             files,
@@ -153,6 +161,7 @@ class PrefixStore:
             RowFileNames(directory.instance),
             boot or boot_id(),
         )
+        """What the other halves of the core work with."""
         self._lock = threading.Lock()
         self._uses: dict[tuple[int, str], None] = {}
         self._prefill_ms: dict[int, float] = {}
@@ -222,7 +231,7 @@ class PrefixStore:
             if table is not None:
                 transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
             info = self._info(transaction, row)
-        self._note_prefill(row.id, prefill_ms)
+        self.note_prefill(row.id, prefill_ms)
         return info
 
     def lookup(
@@ -265,7 +274,7 @@ class PrefixStore:
             table = transaction.block_table(row.id) if row else None
         if row is None or table is None:
             return None
-        self._note_use(row.id)
+        self.note_use(row.id)
         return BlockTable(table.block_tokens, bytes(table.hashes))
 
     def membership(self, tenant: str, namespace: str, probes: bytes) -> bytes | None:
@@ -293,19 +302,19 @@ class PrefixStore:
         Pass what `publish` returns to `stored`.
         """
         self.flush_uses()
-        return begin_store(self._workshop, tenant, header)
+        return begin_store(self.workshop, tenant, header)
 
     def stored(self, tenant: str, header: StoreHeader, stored: Stored) -> None:
         """Notes the measured prefill time of a published prefix."""
         with self._catalog.read() as transaction:
             row = transaction.by_name(tenant, stored.namespace)
         if row is not None and row.generation == stored.generation:
-            self._note_prefill(row.id, header.prefill_ms)
+            self.note_prefill(row.id, header.prefill_ms)
 
     def write_rows(self, tenant: str, header: WriteRowsHeader) -> RowsSession:
         """Begins to write rows into one tensor of a registered or stored prefix."""
         self.flush_uses()
-        return begin_rows(self._workshop, tenant, header)
+        return begin_rows(self.workshop, tenant, header)
 
     def drop(self, tenant: str, namespaces: list[str]) -> list[bool]:
         """Takes names and their matches away at once; says of each whether anything was there."""
@@ -342,7 +351,7 @@ class PrefixStore:
         """Returns when everything acknowledged before is on stable storage."""
         with self._catalog.read() as transaction:
             unsynced = transaction.unsynced()
-        sync_prefixes(self._workshop, unsynced)
+        sync_prefixes(self.workshop, unsynced)
 
     # -- fetching
 
@@ -357,38 +366,24 @@ class PrefixStore:
             Evicted: the lease has ended.
             Corrupt: a file is damaged; the prefix has been taken out.
         """
-        for attempt in (1, 2):
-            with self._catalog.read() as transaction:
-                row = self._find(transaction, tenant, query)
-                if row is None or row.state == "registered":
-                    reason = MissReason.NO_ROWS if row else MissReason.NOT_STORED
-                    return LookupResult(hit=False, reason=reason)
-                chain = transaction.chain(row)
-                extents = transaction.extents(row.id) if row.state == "live" else []
-                token_ids = transaction.token_ids(row.id)
-                info = self._info(transaction, row, chain)
-            if query.generation and query.generation != row.generation:
-                raise GenerationDiffers(
-                    f"{row.namespace!r} has changed: ask for it anew",
-                    namespace=row.namespace,
-                    generation=row.generation,
-                )
-            rows = _range(query.rows, row)
-            try:
-                self._trust(chain)
-                reading = Reading(self.directory, chain, extents, query, rows)
-            except FileNotFoundError as error:
-                if attempt == 1:
-                    continue  # evicted meanwhile: look again
-                self._condemn_missing(chain, extents)
-                raise Corrupt(f"a file is gone: {error}", namespace=row.namespace) from error
-            except CorruptPrefix as error:
-                self.condemn(error.prefix)
-                raise
-            self._note_use(row.id)
-            restore = self._restore(chain, rows)
-            return Fetch(info, reading, token_ids[: 4 * rows.end], restore)
-        raise AssertionError("two attempts end one way or the other")
+        opened = self._open(tenant, query, _range)
+        if isinstance(opened, LookupResult):
+            return opened
+        rows = opened.reading.rows
+        self.note_use(opened.prefix.id)
+        restore = self._restore(opened.reading.chain, rows)
+        return Fetch(opened.info, opened.reading, opened.token_ids[: 4 * rows.end], restore)
+
+    def open_rows(self, tenant: str, query: FetchQuery) -> Reading | None:
+        """Opens a prefix to read any rows of its tensors, also those that not all of them have.
+
+        None if it has no rows. `guarded` closes it. Raises as `fetch` does.
+        """
+        opened = self._open(tenant, query, lambda asked, row: asked)
+        if isinstance(opened, LookupResult):
+            return None
+        self.note_use(opened.prefix.id, "".join(side.value for side in query.sides))
+        return opened.reading
 
     @contextlib.contextmanager
     def guarded(self, reading: Reading) -> Iterator[None]:
@@ -508,6 +503,7 @@ class PrefixStore:
                 raise NotStored(f"{namespace!r} has no snapshot {snapshot_id}", namespace=namespace)
             kept = []
             counts = own_row_counts(row)
+            sides_table = Sides(transaction)
             for tensor, now in zip(Layout.from_json(row.layout).tensors, counts, strict=True):
                 mine = tensor.side.value in sides
                 kept.append(min(now, snapshot.row_counts.get(tensor.key, 0)) if mine else now)
@@ -515,6 +511,8 @@ class PrefixStore:
                     begin = row.base + kept[-1]
                     hole = ExtentRow(tensor.key, 0, begin, now - kept[-1], "", 0, b"")
                     transaction.add_extent(row.id, hole)
+                    cut = now - kept[-1]
+                    sides_table.resized(row.id, tensor.side.value, -cut, -cut * tensor.row_bytes)
             if tuple(kept) == counts:
                 return row.generation
             transaction.update(
@@ -598,8 +596,8 @@ class PrefixStore:
         reason, difference = _expectation(row, query, token_ids)
         if reason is not MissReason.NONE:
             return LookupResult(hit=False, reason=reason, prefix=info, first_difference=difference)
-        self._vouch(chain)
-        self._note_use(row.id)
+        self.vouch(chain)
+        self.note_use(row.id)
         lease = self._lease(row, lease_ms)
         return LookupResult(hit=True, reason=MissReason.NONE, prefix=info, lease_id=lease)
 
@@ -625,8 +623,8 @@ class PrefixStore:
         if served < max(query.min_tokens, 1):
             reason = reason if shortened_by else MissReason.TOO_SHORT
             return MatchResult(False, reason, info, requested, matched, 0, shortened_by)
-        self._vouch(chain)
-        self._note_use(row.id)
+        self.vouch(chain)
+        self.note_use(row.id)
         lease = self._lease(row, query.lease_ms)
         return MatchResult(True, reason, info, requested, matched, served, shortened_by, lease)
 
@@ -649,7 +647,7 @@ class PrefixStore:
         seconds = (query.restored_prefill_ms or 0.0) / 1_000
         self.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
 
-    def _vouch(self, chain: list[PrefixRow]) -> None:
+    def vouch(self, chain: list[PrefixRow]) -> None:
         """Raises CorruptPrefix unless the files of a chain are there, with the right size."""
         self._trust(chain)
         for row in chain:
@@ -666,7 +664,7 @@ class PrefixStore:
     def _trust(self, chain: list[PrefixRow]) -> None:
         """Checks what was acknowledged without a sync under another boot, once."""
         for depth, row in enumerate(chain):
-            if row.boot is None or row.boot == self._workshop.boot:
+            if row.boot is None or row.boot == self.workshop.boot:
                 continue
             with self._catalog.read() as transaction:
                 extents = transaction.extents(row.id)
@@ -682,6 +680,40 @@ class PrefixStore:
                 reading.check()
             with self._catalog.write() as transaction:
                 transaction.update(row.id, boot=None)
+
+    def _open(
+        self, tenant: str, query: FetchQuery, clamp: Callable[[RowRange, PrefixRow], RowRange]
+    ) -> _Opened | LookupResult:
+        for attempt in (1, 2):
+            with self._catalog.read() as transaction:
+                row = self._find(transaction, tenant, query)
+                if row is None or row.state == "registered":
+                    reason = MissReason.NO_ROWS if row else MissReason.NOT_STORED
+                    return LookupResult(hit=False, reason=reason)
+                chain = transaction.chain(row)
+                extents = transaction.extents(row.id) if row.state == "live" else []
+                token_ids = transaction.token_ids(row.id)
+                info = self._info(transaction, row, chain)
+            if query.generation and query.generation != row.generation:
+                raise GenerationDiffers(
+                    f"{row.namespace!r} has changed: ask for it anew",
+                    namespace=row.namespace,
+                    generation=row.generation,
+                )
+            rows = clamp(query.rows, row)
+            try:
+                self._trust(chain)
+                reading = Reading(self.directory, chain, extents, query, rows)
+            except FileNotFoundError as error:
+                if attempt == 1:
+                    continue  # evicted meanwhile: look again
+                self._condemn_missing(chain, extents)
+                raise Corrupt(f"a file is gone: {error}", namespace=row.namespace) from error
+            except CorruptPrefix as error:
+                self.condemn(error.prefix)
+                raise
+            return _Opened(row, info, reading, token_ids)
+        raise AssertionError("two attempts end one way or the other")
 
     def _find(self, transaction: Transaction, tenant: str, query: FetchQuery) -> PrefixRow | None:
         if not query.lease_id:
@@ -789,7 +821,7 @@ class PrefixStore:
         name = f"segments/{self.directory.instance}-{row.id}-{reservation}.safetensors"
         writer = None
         try:
-            writer = SegmentWriter(self._workshop.files, self.directory.resolve(name), segment)
+            writer = SegmentWriter(self.workshop.files, self.directory.resolve(name), segment)
             query = FetchQuery(row.namespace)
             whole = RowRange(row.base, row.base + max(counts, default=0))
             reading = Reading(self.directory, chain, extents, query, whole)
@@ -806,7 +838,7 @@ class PrefixStore:
                     row.row_counts,
                 )
                 if not untouched or transaction.is_reserved(row.id):
-                    self._workshop.files.unlink(self.directory.resolve(name))
+                    self.workshop.files.unlink(self.directory.resolve(name))
                     self.space.collect(transaction, row.id)
                     return False
                 old = [file for file in transaction.extent_files(row.id) if file]
@@ -885,12 +917,19 @@ class PrefixStore:
                 unknown += served
         return Restore(rows.end - rows.begin, seconds, unknown)
 
-    def _note_use(self, prefix: int, sides: str = "") -> None:
+    def note_use(self, prefix: int, sides: str = "") -> None:
+        """Remembers that a prefix, or these sides of it, was used now."""
         with self._lock:
             self._uses.pop((prefix, sides), None)
             self._uses[prefix, sides] = None
 
-    def _note_prefill(self, prefix: int, prefill_ms: float) -> None:
+    def prefill_ms(self, prefix: int) -> float:
+        """Returns how long the prefill of a prefix took; 0: not measured."""
+        with self._lock:
+            return self._prefill_ms.get(prefix, 0.0)
+
+    def note_prefill(self, prefix: int, prefill_ms: float) -> None:
+        """Remembers how long the prefill of a prefix took; 0: not measured."""
         with self._lock:
             if prefill_ms:
                 self._prefill_ms[prefix] = prefill_ms

@@ -117,7 +117,7 @@ class Reading:
         self.tensors = [
             index
             for index, tensor in enumerate(self.layout.tensors)
-            if not query.slots or tensor.slot in query.slots
+            if (not query.slots or tensor.slot in query.slots) and tensor.side in query.sides
         ]
         self._served = [
             served_tensor(self.layout.tensors[index], query.codecs, query.raw_types)

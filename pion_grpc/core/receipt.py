@@ -61,13 +61,19 @@ class Ledger:
             now = self._receipt
             self._receipt = now._replace(
                 measured_hits=now.measured_hits
-                + (restore.tokens > 0 and restore.estimated_tokens == 0),
+                + (restore.measured_seconds > 0 and restore.estimated_tokens == 0),
                 tokens_served=now.tokens_served + restore.tokens,
                 bytes_streamed=now.bytes_streamed + streamed,
                 bytes_exported=now.bytes_exported + exported,
                 seconds_measured=now.seconds_measured + restore.measured_seconds,
                 seconds_estimated=now.seconds_estimated + estimated,
             )
+
+    def streamed(self, size: int) -> None:
+        """Counts bytes whose tokens are counted with a Lookup."""
+        with self._lock:
+            now = self._receipt
+            self._receipt = now._replace(bytes_streamed=now.bytes_streamed + size)
 
     def get(self) -> Receipt:
         """Returns the counters."""

@@ -629,6 +629,10 @@ class RowsSession:
             _check_not_shared(transaction, row, extent.first_row)
             forget_tokens(transaction, row)
         transaction.add_extent(row.id, extent)
+        grown = max(end - had, 0)
+        Sides(transaction).resized(
+            row.id, self.tensor.side.value, grown, grown * self.tensor.row_bytes
+        )
         if layout.to_json() != row.layout:
             transaction.update(row.id, layout=layout.to_json(), fidelity=layout.fidelity)
         transaction.update(

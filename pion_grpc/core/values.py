@@ -238,12 +238,14 @@ class FetchQuery:
     generation: int = 0
     rows: RowRange = RowRange()
     slots: frozenset[int] = frozenset()
+    """Empty means all."""
     part_kinds: frozenset[str] = frozenset()
     resume: Position = field(default_factory=Position)
     codecs: frozenset[str] | None = None
     """Codecs that the reader decodes itself; None means any. Rows in others come as float32."""
     raw_types: frozenset[DType] = frozenset(DType)
     """Types of raw values that it takes as they are; others come as float32, which holds them all."""
+    sides: frozenset[Side] = frozenset(Side)
 
     def __post_init__(self) -> None:
         if bool(self.namespace) == bool(self.lease_id):

@@ -565,6 +565,14 @@ class Transaction:
             (prefix, extent.tensor, *extent[2:], prefix, extent.tensor),
         )
 
+    def remove_extents(self, prefix: int, tensor: int) -> None:
+        """Removes the extents of one tensor."""
+        self.run("DELETE FROM extent WHERE prefix = ? AND tensor = ?", (prefix, tensor))
+
+    def extent_count(self) -> int:
+        """Returns the number of extents that have rows, of all prefixes."""
+        return int(self.all("SELECT count(*) FROM extent WHERE file != ''", ())[0][0])
+
     def replace_extents(self, prefix: int, extents: Iterable[ExtentRow]) -> None:
         """Sets the extents of a prefix anew."""
         self.run("DELETE FROM extent WHERE prefix = ?", (prefix,))

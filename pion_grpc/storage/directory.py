@@ -132,6 +132,16 @@ class DataDirectory:
                 continue
         return total
 
+    def rows_bytes(self) -> int:
+        """Returns the bytes of the row files."""
+        total = 0
+        for entry in os.scandir(self.rows):
+            try:
+                total += entry.stat().st_size
+            except FileNotFoundError:
+                continue
+        return total
+
     def _read_or_make_token(self) -> bytes:
         path = self.path / "host-token"
         if not path.exists():

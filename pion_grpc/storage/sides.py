@@ -15,6 +15,8 @@ CREATE TABLE side (
   prefix   INTEGER NOT NULL REFERENCES prefix (id),
   side     TEXT NOT NULL CHECK (side IN ('k', 'v')),
   declared TEXT NOT NULL,               -- what its tensors are or will be, JSON
+  rows     INTEGER NOT NULL DEFAULT 0,  -- of all its tensors
+  bytes    INTEGER NOT NULL DEFAULT 0,  -- that these rows take, superseded ones left out
   unsaved  INTEGER NOT NULL DEFAULT 1,  -- declared since the last save
   last_use INTEGER NOT NULL,
   PRIMARY KEY (prefix, side)
@@ -29,6 +31,16 @@ class SideRow(NamedTuple):
     prefix: int
     side: str
     declared: str
+
+
+class SideTotals(NamedTuple):
+    """What the declared sides hold."""
+
+    sides: int
+    rows: int
+    bytes: int
+    k_sides: int
+    k_rows: int
 
 
 class Sides:
@@ -48,6 +60,23 @@ class Sides:
             "INSERT INTO side (prefix, side, declared, last_use) VALUES (?, ?, ?, ?)",
             (prefix, side, declared, self._transaction.next("clock")),
         )
+
+    def resized(self, prefix: int, side: str, rows: int, size: int) -> None:
+        """Notes that a side has so many rows and bytes more, or fewer."""
+        self._transaction.run(
+            "UPDATE side SET rows = rows + ?, bytes = bytes + ? WHERE prefix = ? AND side = ?",
+            (rows, size, prefix, side),
+        )
+
+    def totals(self) -> SideTotals:
+        """Counts what is declared, of all tenants."""
+        rows = self._transaction.all(
+            "SELECT count(*), coalesce(sum(rows), 0), coalesce(sum(bytes), 0),"
+            " count(*) FILTER (WHERE side = 'k'), coalesce(sum(rows) FILTER (WHERE side = 'k'), 0)"
+            " FROM side",
+            (),
+        )
+        return SideTotals(*rows[0])
 
     def remove(self, prefix: int, side: str) -> None:
         """Takes a declaration back."""

@@ -1,0 +1,601 @@
+"""Sessions: prefixes as clients of the RESP wire see them, one side at a time.
+
+A session id that ends in `_pk` or `_pv` is the K or the V side of the namespace before it; any other
+is a namespace with one side. Sides are declared before they have rows, grow layer by layer, and are
+counted: `sides_max` of them, over all processes together, after which the one that was not used for
+longest goes. A prefix stored over gRPC has sessions, too, one for each side of its layout; they are
+never counted, and never go for a declaration.
+
+Refuses to know how a session is asked for. The one decision: there is no second store. A session is a
+view of a prefix, so both wires see the same rows, and what holds for prefixes (budgets, checksums,
+durability) holds for sessions.
+"""
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pion_grpc.core.declaration import Declaration, LayerSpec
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.reading import Reading, own_row_counts
+from pion_grpc.core.receipt import Restore
+from pion_grpc.core.storing import outgrown
+from pion_grpc.core.values import (
+    BlockTable,
+    FetchQuery,
+    WriteRowsHeader,
+    check_namespace,
+    check_prefill,
+)
+from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored
+from pion_grpc.storage.catalog import (
+    BlockTableRow,
+    ExtentRow,
+    NewPrefix,
+    PrefixRow,
+    Transaction,
+)
+from pion_grpc.storage.sides import Sides
+from pion_wire.layout import DType, Layout, Side, TensorLayout
+from pion_wire.rows import encode_rows
+
+SIDES_MIN = 2
+"""Fewer could not hold both sides of a prefix."""
+
+_NO_TENSORS = Layout(()).to_json()
+
+
+class SessionName(NamedTuple):
+    """Which side of which namespace a session id means."""
+
+    namespace: str
+    side: Side
+
+    @classmethod
+    def of(cls, sid: str) -> "SessionName":
+        """Returns what `sid` means."""
+        for side in Side:
+            namespace = sid.removesuffix(f"_p{side.value}")
+            if namespace and namespace != sid:
+                return cls(namespace, side)
+        return cls(sid, Side.K)
+
+
+class WrongSize(InvalidRequest):
+    """The bytes are not the rows that they were said to be."""
+
+    def __init__(self, size: int, expected: int) -> None:
+        super().__init__("rows", f"{size} bytes where {expected} belong")
+        self.size = size
+        self.expected = expected
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerInfo:
+    """One layer of a session."""
+
+    layer: int
+    tensor: TensorLayout
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What is known of a session."""
+
+    number: int
+    """Its own among all sessions."""
+    declaration: Declaration | None
+    """None: stored over gRPC, where the layout says everything."""
+    layers: tuple[LayerInfo, ...]
+    """Those that have a tensor, in order."""
+
+    @property
+    def layer_count(self) -> int:
+        """Layers from 0 on, those without a tensor included."""
+        declared = len(self.declaration.layers) if self.declaration else 0
+        return max(declared, self.layers[-1].layer + 1 if self.layers else 0)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all layers."""
+        return sum(layer.rows for layer in self.layers)
+
+
+class SessionTotals(NamedTuple):
+    """What the counted sessions hold, and what became of them."""
+
+    prefixes: int
+    """That have a K side."""
+    prefix_rows: int
+    """Of these sides, over all layers."""
+    sides: int
+    rows: int
+    bytes: int
+    fetched_rows: int
+    gone: int
+    """Sides dropped, for whatever reason, since the start."""
+    unsaved_bytes: int
+    """Size of the files that hold rows not saved yet."""
+    written_records: int
+    """Declarations, batches and drops since the start, or the last save."""
+    recovered_records: int
+    """Declarations and batches that were found unsaved at the start."""
+
+
+class Sessions:
+    """All operations on sessions; safe to use from many threads, and from several processes at once."""
+
+    def __init__(self, store: PrefixStore, *, sides_max: int = 0) -> None:
+        """`sides_max` 0 means no limit."""
+        assert sides_max == 0 or sides_max >= SIDES_MIN
+        self.sides_max = sides_max
+        self._store = store
+        self._workshop = store.workshop
+        self._catalog = store.workshop.catalog
+        self._lock = threading.Lock()
+        self._gone = 0
+        self._fetched_rows = 0
+        self._records = 0
+        with self._catalog.read() as transaction:
+            self._recovered = transaction.extent_count() + Sides(transaction).unsaved_count()
+
+    # -- declaring
+
+    def register(
+        self,
+        tenant: str,
+        namespace: str,
+        declarations: dict[Side, Declaration],
+        table: BlockTable | None = None,
+        prefill_ms: float = 0.0,
+    ) -> None:
+        """Declares sides of a namespace; those that exist keep what they are and have.
+
+        A table replaces the old one, and the prefill time is always set.
+
+        Raises:
+            InvalidRequest: a name or a number is out of range.
+        """
+        check_namespace(namespace)
+        check_prefill(prefill_ms)
+        with self._writing() as transaction:
+            row = self._found_or_new(transaction, tenant, namespace)
+            existing = _sides(transaction, row)
+            for side, declaration in declarations.items():
+                if side not in existing:
+                    self._declare(transaction, row.id, side, declaration)
+            if table is not None:
+                transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
+                self._count_records(1)
+            transaction.stamp([(row.id, "".join(side.value for side in declarations))])
+        self._store.note_prefill(row.id, prefill_ms)
+
+    def create(self, tenant: str, sid: str, declaration: Declaration, *, exactly: bool) -> int:
+        """Declares one session and returns its number; one that exists stays as it is.
+
+        Raises:
+            LayoutDiffers: it exists and is `exactly` not that.
+            InvalidRequest: the name is out of range.
+        """
+        namespace, side = SessionName.of(sid)
+        check_namespace(namespace)
+        with self._writing() as transaction:
+            row = self._found_or_new(transaction, tenant, namespace)
+            if side not in _sides(transaction, row):
+                self._declare(transaction, row.id, side, declaration)
+            elif exactly and Sides(transaction).of(row.id).get(side) != declaration.to_json():
+                raise LayoutDiffers(f"{sid!r} exists, and is declared otherwise", namespace=sid)
+            transaction.stamp([(row.id, side.value)])
+        return _number(row.id, side)
+
+    def drop(self, tenant: str, namespaces: Iterable[str]) -> int:
+        """Drops namespaces, and returns how many of them existed."""
+        dropped = 0
+        with self._writing() as transaction:
+            for namespace in namespaces:
+                row = transaction.by_name(tenant, namespace)
+                if row is not None:
+                    gone = len(_sides(transaction, row))
+                    self._workshop.space.remove(transaction, row)
+                    dropped += 1
+                    self._count_gone(gone)
+        self._workshop.space.sweep()
+        return dropped
+
+    # -- asking
+
+    def lookup(
+        self,
+        tenant: str,
+        namespace: str,
+        restored_tokens: int | None = None,
+        restored_prefill_ms: float | None = None,
+    ) -> bool:
+        """Says whether both sides of a namespace exist; counts a hit or a miss.
+
+        A hit credits the rows of K's first layer with the registered prefill time, unless the caller
+        says which tokens, or which time, it restored.
+
+        Raises:
+            CorruptPrefix: a file of it is gone, or has another size.
+        """
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, namespace)
+            sides = _sides(transaction, row) if row is not None else frozenset()
+            chain = transaction.chain(row) if row is not None else []
+        if row is not None:
+            self._store.vouch(chain)
+            self._store.note_use(row.id, "".join(sorted(sides)))
+        hit = len(sides) == len(Side)
+        self._store.ledger.lookup(hit=hit)
+        if hit and row is not None:
+            tokens = restored_tokens
+            prefill_ms = restored_prefill_ms
+            if tokens is None:
+                tokens = _first_layer_rows(row)
+                if prefill_ms is None:
+                    prefill_ms = self._store.prefill_ms(row.id)
+            seconds = (prefill_ms or 0.0) / 1_000
+            self._store.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
+        return hit
+
+    def is_settled(self, tenant: str, namespace: str) -> bool:
+        """Says whether a lookup needs no look at pages first, which a restart may make necessary."""
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, namespace)
+            chain = transaction.chain(row) if row is not None else []
+        return all(link.boot in (None, self._workshop.boot) for link in chain)
+
+    def exists(self, tenant: str, namespace: str) -> bool:
+        """Says whether any side of a namespace exists."""
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, namespace)
+            return row is not None and bool(_sides(transaction, row))
+
+    def info(self, tenant: str, sid: str) -> SessionInfo | None:
+        """Returns what is known of a session; None if it does not exist. This is no use of it."""
+        namespace, side = SessionName.of(sid)
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, namespace)
+            if row is None or side not in _sides(transaction, row):
+                return None
+            declared = Sides(transaction).of(row.id).get(side)
+        counts = zip(Layout.from_json(row.layout).tensors, own_row_counts(row), strict=True)
+        layers = tuple(
+            LayerInfo(tensor.slot, tensor, row.base + count)
+            for tensor, count in counts
+            if tensor.side is side
+        )
+        declaration = Declaration.from_json(declared) if declared else None
+        return SessionInfo(_number(row.id, side), declaration, layers)
+
+    def totals(self) -> SessionTotals:
+        """Counts the sessions of all tenants that were declared, not those of gRPC."""
+        with self._catalog.read() as transaction:
+            totals = Sides(transaction).totals()
+        with self._lock:
+            return SessionTotals(
+                totals.k_sides,
+                totals.k_rows,
+                totals.sides,
+                totals.rows,
+                totals.bytes,
+                self._fetched_rows,
+                self._gone,
+                self._store.directory.rows_bytes(),
+                self._records,
+                self._recovered,
+            )
+
+    def fingerprint(self, tenant: str, sid: str) -> tuple[int, ...] | None:
+        """Returns numbers that change whenever rows of a session do; None if it does not exist."""
+        namespace, side = SessionName.of(sid)
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, namespace)
+            if row is None or side not in _sides(transaction, row):
+                return None
+        return row.id, row.generation, *own_row_counts(row)
+
+    # -- rows
+
+    def write(
+        self,
+        tenant: str,
+        sid: str,
+        layer: int,
+        first_row: int,
+        row_count: int,
+        rows: memoryview,
+        dtype: DType,
+    ) -> None:
+        """Writes rows of a layer: appends, overwrites, or leaves a gap of zero rows.
+
+        Raises:
+            WrongSize: the bytes are not so many rows.
+            NotStored: there is no such session.
+            LayoutDiffers: it has no such layer, and none is declared.
+            InvalidRequest: the rows belong to a parent, or cannot be stored exactly.
+            OverBudget, OverQuota, DiskFull: there is no room.
+        """
+        namespace, side = SessionName.of(sid)
+        header = WriteRowsHeader(namespace, layer, side, first_row, row_count)
+        try:
+            session = self._store.write_rows(tenant, header)
+        except LayoutDiffers:
+            self._known(tenant, sid)  # without the side at all that is what is wrong
+            raise
+        try:
+            tensor = session.tensor
+            expected = row_count * tensor.heads * tensor.head_dim * dtype.itemsize
+            if len(rows) != expected:
+                raise WrongSize(len(rows), expected)
+            session.write_arrays(_encoded(tensor, rows, dtype))
+        except BaseException:
+            session.abandon()
+            raise
+        session.publish()
+        self._count_records(1)
+
+    def open(
+        self, tenant: str, sid: str, layers: Sequence[int] = (), *, halves: bool = False
+    ) -> "SessionReading | None":
+        """Opens the rows of a session, of some layers or of all; None if it has none.
+
+        Values come as float32; with `halves` those kept as binary16 come as they are.
+
+        Raises:
+            NotStored: there is no such session.
+            Corrupt: a file is damaged; the prefix has been taken out.
+        """
+        info = self.info(tenant, sid)
+        if info is None:
+            raise NotStored(f"{sid!r} is not stored", namespace=sid)
+        namespace, side = SessionName.of(sid)
+        query = FetchQuery(
+            namespace,
+            slots=frozenset(layers),
+            codecs=frozenset({"fp16"} if halves else ()),
+            raw_types=frozenset({DType.F16} if halves else ()),
+            sides=frozenset({side}),
+        )
+        reading = self._store.open_rows(tenant, query)
+        if reading is None or not reading.tensors:
+            if reading is not None:
+                reading.close()
+            self._store.note_use(info.number // 2, side.value)
+            return None
+        return SessionReading(self._store, reading, info.layer_count)
+
+    def fetched(self, row_count: int, size: int) -> None:
+        """Counts rows that were asked for, and the bytes they took."""
+        with self._lock:
+            self._fetched_rows += row_count
+        self._store.ledger.streamed(size)
+
+    # -- snapshots, saving
+
+    def snapshot(self, tenant: str, sid: str) -> int:
+        """Remembers the rows of every layer, in memory; raises as `PrefixStore.snapshot` does."""
+        namespace, side = self._known(tenant, sid)
+        return self._store.snapshot(tenant, namespace, side.value)
+
+    def restore(self, tenant: str, sid: str, snapshot: int) -> None:
+        """Cuts layers that have grown since; raises as `PrefixStore.restore_snapshot` does."""
+        namespace, side = self._known(tenant, sid)
+        self._store.restore_snapshot(tenant, namespace, snapshot, side.value)
+
+    def release(self, tenant: str, sid: str, snapshot: int) -> bool:
+        """Forgets a snapshot and keeps the rows; says whether it was known."""
+        namespace, side = self._known(tenant, sid)
+        return self._store.release_snapshot(tenant, namespace, snapshot, side.value)
+
+    def save(self) -> bool:
+        """Seals what is live, of all tenants, on stable storage; False if there is nothing at all."""
+        with self._catalog.read() as transaction:
+            before = self._records
+            anything = transaction.totals().prefixes > 0
+        self._store.save(None, [])
+        self._store.sync()
+        with self._catalog.write(on_disk=True) as transaction:
+            Sides(transaction).saved()
+        self._count_records(-before)
+        return anything
+
+    # -- parts of the above
+
+    def _known(self, tenant: str, sid: str) -> SessionName:
+        name = SessionName.of(sid)
+        with self._catalog.read() as transaction:
+            row = transaction.by_name(tenant, name.namespace)
+            if row is None or name.side not in _sides(transaction, row):
+                raise NotStored(f"{sid!r} is not stored", namespace=sid)
+        return name
+
+    @contextmanager
+    def _writing(self) -> Iterator[Transaction]:
+        """A write transaction in which every use up to now is known."""
+        self._store.flush_uses()
+        with self._catalog.write() as transaction:
+            yield transaction
+
+    def _found_or_new(self, transaction: Transaction, tenant: str, namespace: str) -> PrefixRow:
+        row = transaction.by_name(tenant, namespace)
+        if row is None:
+            identity = transaction.insert(
+                NewPrefix(
+                    tenant,
+                    namespace,
+                    state="registered",
+                    visible=True,
+                    owner=None,
+                    model_id="",
+                    fidelity="",
+                    layout=_NO_TENSORS,
+                    token_count=0,
+                    base=0,
+                    parent=None,
+                    depth=0,
+                    parts="[]",
+                    disk_bytes=0,
+                    durability="process",
+                )
+            )
+            row = transaction.by_id(identity)
+        assert row is not None
+        return row
+
+    def _declare(
+        self, transaction: Transaction, prefix: int, side: Side, declaration: Declaration
+    ) -> None:
+        sides = Sides(transaction)
+        sides.add(prefix, side, declaration.to_json())
+        self._count_records(1)
+        while self.sides_max and sides.count() > self.sides_max:
+            victim = sides.least_used()
+            assert victim is not None
+            row = transaction.by_id(victim.prefix)
+            assert row is not None, "sides go with their prefix"
+            self._take_out(transaction, row, Side(victim.side))
+            self._count_gone(1)
+
+    def _take_out(self, transaction: Transaction, row: PrefixRow, side: Side) -> None:
+        """Removes one side of a prefix; the last one takes the prefix with it."""
+        Sides(transaction).remove(row.id, side)
+        if not _sides(transaction, row) - {side}:
+            self._workshop.space.remove(transaction, row)
+            return
+        tensors = Layout.from_json(row.layout).tensors
+        kept = [
+            (tensor, count)
+            for tensor, count in zip(tensors, own_row_counts(row), strict=True)
+            if tensor.side is not side
+        ]
+        files = set(transaction.extent_files(row.id))
+        for tensor in tensors:
+            if tensor.side is side:
+                transaction.remove_extents(row.id, tensor.key)
+                # What a segment still has of it must not come back when it is declared again.
+                if row.file is not None:
+                    hole = ExtentRow(tensor.key, 0, row.base, _ROWS_OF_ANY_SEGMENT, "", 0, b"")
+                    transaction.add_extent(row.id, hole)
+        layout = Layout(tuple(tensor for tensor, _ in kept))
+        counts = [count for _, count in kept]
+        freed = self._discard_files(transaction, row, files)
+        transaction.update(
+            row.id,
+            state="live" if kept else "registered",
+            layout=layout.to_json(),
+            fidelity=layout.fidelity,
+            row_counts=_json(counts),
+            token_count=row.base + min(counts, default=0),
+            disk_bytes=row.disk_bytes - freed,
+            **outgrown(row),
+        )
+        transaction.new_generation(row.id)
+
+    def _discard_files(self, transaction: Transaction, row: PrefixRow, before: set[str]) -> int:
+        """Marks row files that hold nothing any more for removal; returns their bytes."""
+        if transaction.is_reserved(row.id):
+            return 0  # somebody is appending to one of them
+        freed = 0
+        for name in before - set(transaction.extent_files(row.id)) - {""}:
+            size = os.stat(self._store.directory.resolve(name)).st_size
+            transaction.add_garbage(name, size)
+            freed += size
+        return freed
+
+    def _count_gone(self, sides: int) -> None:
+        with self._lock:
+            self._gone += sides
+            self._records += sides
+
+    def _count_records(self, count: int) -> None:
+        with self._lock:
+            self._records += count
+
+
+class SessionReading:
+    """Open rows of a session. Close it, or read them to the end inside `guarded`."""
+
+    def __init__(self, store: PrefixStore, reading: Reading, layer_count: int) -> None:
+        self.layer_count = layer_count
+        self._store = store
+        self._reading = reading
+        tensors = reading.served_layout.tensors
+        self._positions = {tensor.slot: position for position, tensor in enumerate(tensors)}
+        self._tensors = tensors
+
+    def row_count(self, layer: int) -> int:
+        """Returns the rows that a layer has; 0 if it does not exist."""
+        position = self._positions.get(layer)
+        if position is None:
+            return 0
+        return self._reading.row_counts[self._reading.tensors[position]]
+
+    def row_bytes(self, layer: int) -> int:
+        """Returns the bytes of a row as it is handed out, of a layer that exists."""
+        return self._tensors[self._positions[layer]].row_bytes
+
+    def tensor(self, layer: int) -> TensorLayout:
+        """Returns how the rows of a layer that exists are handed out."""
+        return self._tensors[self._positions[layer]]
+
+    def stored_tensor(self, layer: int) -> TensorLayout:
+        """Returns how the rows of a layer that exists are stored."""
+        return self._reading.layout.tensors[self._reading.tensors[self._positions[layer]]]
+
+    def rows(self, layer: int, begin: int, end: int) -> Iterator[memoryview]:
+        """Yields rows of a layer that exists, in pieces of at most 1 MiB; zeros beyond its end.
+
+        Raises:
+            CorruptPrefix: a page does not have its checksum; see `guarded`.
+        """
+        return self._reading.rows_of(self._positions[layer], begin, end)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Closes the files at the end, and takes out the prefix if it turned out to be damaged."""
+        with self._store.guarded(self._reading):
+            yield
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._reading.close()
+
+
+_ROWS_OF_ANY_SEGMENT = 1 << 31
+
+
+def _sides(transaction: Transaction, row: PrefixRow) -> frozenset[Side]:
+    """Returns the sides that a prefix has: declared ones, and those of its tensors."""
+    declared = {Side(side) for side in Sides(transaction).of(row.id)}
+    return frozenset(declared | {t.side for t in Layout.from_json(row.layout).tensors})
+
+
+def _first_layer_rows(row: PrefixRow) -> int:
+    counts = zip(Layout.from_json(row.layout).tensors, own_row_counts(row), strict=True)
+    return next((row.base + count for tensor, count in counts if tensor.side is Side.K), 0)
+
+
+def _encoded(tensor: TensorLayout, rows: memoryview, dtype: DType) -> list[memoryview]:
+    try:
+        return encode_rows(tensor, rows, dtype)
+    except ValueError as error:
+        raise InvalidRequest("rows", str(error)) from error
+
+
+def _number(prefix: int, side: Side) -> int:
+    return 2 * prefix + (side is Side.V)
+
+
+def _json(counts: list[int]) -> str:
+    return "[" + ",".join(map(str, counts)) + "]"
+
+
+def uniform(width: int, codec: str) -> Declaration:
+    """Returns a side whose layers are all alike."""
+    return Declaration(LayerSpec(width, codec))
