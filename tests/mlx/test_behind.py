@@ -74,6 +74,24 @@ def test_no_more_memory_is_held_than_allowed_but_for_a_single_job():
     assert behind.flush(WAIT_S)
 
 
+def test_a_delay_is_not_waited_out_by_who_waits():
+    behind, done = Behind(), []
+    for number in range(3):
+        behind.put(lambda number=number: done.append(number), size_bytes=1, delay_s=3_600)
+    assert behind.flush(WAIT_S)
+    assert done == [0, 1, 2]
+    behind.put(lambda: done.append("too early"), size_bytes=1, delay_s=3_600)
+    behind.abandon()  # the hurry was over: this one still waited
+    assert behind.flush(WAIT_S)
+    assert done == [0, 1, 2]
+
+
+def test_a_delay_does_not_outlast_itself():
+    behind, done = Behind(), threading.Event()
+    behind.put(done.set, size_bytes=1, delay_s=0.01)
+    assert done.wait(WAIT_S)
+
+
 def test_what_a_job_holds_is_let_go_when_it_is_done():
     class Array:
         pass
@@ -149,6 +167,19 @@ def test_work_queued_last_is_not_lost_when_the_program_ends():
         """
     )
     assert (ran.stdout.split(), ran.stderr, ran.returncode) == (["0", "1", "2"], "", 0)
+
+
+def test_a_delay_does_not_hold_up_the_end():
+    ran = run(
+        """
+        from pion_client.behind import Behind
+
+        behind = Behind()
+        for number in range(2):
+            behind.put(lambda number=number: print(number), size_bytes=1, delay_s=3_600)
+        """
+    )
+    assert (ran.stdout.split(), ran.stderr, ran.returncode) == (["0", "1"], "", 0)
 
 
 def test_work_that_does_not_end_does_not_keep_the_program_alive():

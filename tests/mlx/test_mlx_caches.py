@@ -90,11 +90,12 @@ def test_rows_taken_cannot_be_written_to(model):
         keys[0, 0, 0] = 1
 
 
-def test_taking_does_not_copy(model):
-    cache = prefilled(model)
-    (keys, _), *_ = caches.take(cache)
-    whole = np.asarray(cache[0].keys)
-    assert np.shares_memory(keys, whole)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_taking_does_not_copy(dtype):
+    cache = prefilled(random_llama(dtype=dtype))
+    for slot, rows in zip(cache, caches.take(cache), strict=True):
+        for side, buffer in zip(rows, (slot.keys, slot.values), strict=True):
+            assert np.shares_memory(side.view(bits(buffer).dtype), bits(buffer))
 
 
 # What is put back

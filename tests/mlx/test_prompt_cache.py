@@ -14,6 +14,7 @@ from mlx_lm.models import llama, mamba
 from mlx_lm.models.cache import make_prompt_cache
 
 from pion_client import Client
+from pion_client.breaker import Breaker
 from pion_client.mlx import PionPromptCache, model_id
 from pion_grpc.cli.decode import greedy
 from pion_grpc.cli.smollm2 import random_llama
@@ -94,6 +95,24 @@ def test_a_hit_does_not_differ_in_a_bit_from_the_prefill_it_saves(client, namesp
     assert stats["lane"] in ("export", "stream")
 
 
+def test_the_way_that_rows_take_makes_no_difference(server, client, model):
+    ids = tokens(300)
+    with PionPromptCache(model, client=client) as near:
+        near.get_or_prefill(ids)
+        near.flush(WAIT_S)
+        exported = near.get_or_prefill(ids)
+        assert (near.stats()["lane"], near.stats()["lane_reason"]) == ("export", "")
+    with (
+        Client(server.address, export=False) as far_client,
+        PionPromptCache(model, client=far_client) as far,
+    ):
+        streamed = far.get_or_prefill(ids)
+        assert far.stats()["lane"] == "stream"
+        assert far.stats()["lane_reason"]
+    assert_same_bits(exported, prefilled(model, ids))
+    assert_same_bits(streamed, exported)
+
+
 OTHER_PROCESS = """
     import json, sys
     from pion_client.mlx import PionPromptCache
@@ -137,6 +156,35 @@ def test_a_second_process_does_not_decode_other_tokens(server, model, namespace)
 def test_a_program_that_ends_at_once_does_not_lose_what_it_prefilled(server, client):
     other_process(server.address, tokens(500), QUESTION, "last words")
     assert client.lookup("last words").hit
+
+
+STUCK_PROCESS = """
+    import os, signal, sys
+    from pion_client import behind
+    from pion_client.mlx import PionPromptCache
+    from pion_grpc.cli.smollm2 import random_llama
+
+    behind.EXIT_GRACE_S = 0.2
+    prompt_cache = PionPromptCache(random_llama(), address=sys.argv[1])
+    prompt_cache.get_or_prefill(list(range(100)))
+    assert prompt_cache.stats()["miss_reasons"] == {"not_stored": 1}
+    os.kill(int(sys.argv[2]), signal.SIGSTOP)  # what is now stored never ends
+"""
+
+
+def test_a_server_that_hangs_does_not_keep_a_program_from_ending(start_server):
+    server = start_server()
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-c", textwrap.dedent(STUCK_PROCESS)),
+            *(server.address, str(server.process.pid)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=20,  # the client itself gives up a stream without progress after 30
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_an_installed_cache_can_be_used_on_another_thread(prompt_cache, model):
@@ -403,6 +451,27 @@ def test_a_prefix_is_not_stored_before_its_second_miss(client, model, namespace)
     assert (stats["admission_skips"], stats["admission_threshold"]) == (2, 2)
 
 
+@pytest.mark.parametrize("namespace", [None, "name"])
+def test_no_prefix_is_prefilled_twice_because_it_is_not_stored_yet(prompt_cache, model, namespace):
+    ids = tokens(300)
+    for turn in range(3):
+        cache = prompt_cache.get_or_prefill(ids, namespace)
+        assert_same_bits(cache, prefilled(model, ids))
+        _, rest = prompt_cache.reuse([*ids, 1])
+        assert rest == [1]
+        assert prompt_cache.stats()["hits"] == 2 * turn + 1
+    assert (prompt_cache.stats()["misses"], prompt_cache.stats()["tokens_prefilled"]) == (1, 300)
+
+
+def test_what_waits_to_be_stored_does_not_hold_up_who_asks_for_something_else(prompt_cache):
+    with held_back(prompt_cache):
+        prompt_cache.get_or_prefill(tokens(40), "name")
+        prompt_cache.get_or_prefill(tokens(40, seed=1), "another name")
+        prompt_cache.get_or_prefill(tokens(40, seed=2))
+        stats = prompt_cache.stats()
+        assert (stats["misses"], stats["stores"], stats["pending_bytes"] > 0) == (3, 0, True)
+
+
 class held_back:  # noqa: N801 - reads as a statement
     """Keeps a prompt cache's storing from starting until the block ends."""
 
@@ -596,6 +665,25 @@ def test_a_server_that_does_not_answer_changes_nothing_and_is_left_alone(where, 
     assert 1 <= asked <= 3
     assert sum(stats["miss_reasons"].values()) == asked
     assert sum(stats["skipped"].values()) == 7
+
+
+def test_a_server_that_comes_back_is_not_given_up(start_server, model):
+    server, ids = start_server(), tokens(100)
+    with PionPromptCache(model, address=server.address) as prompt_cache:
+        prompt_cache._breaker = Breaker(open_s=0)
+        prompt_cache.get_or_prefill(ids)
+        assert prompt_cache.flush(WAIT_S)
+        server.kill()
+        assert_same_bits(prompt_cache.get_or_prefill(ids), prefilled(model, ids))
+        assert prompt_cache.stats()["skipped"] == {"unavailable": 1}
+        start_server()
+        for _ in range(100):  # the connection takes a moment to be tried anew
+            cache = prompt_cache.get_or_prefill(ids)
+            if prompt_cache.stats()["hits"]:
+                break
+        assert_same_bits(cache, prefilled(model, ids))
+        assert prompt_cache.stats()["hits"] == 1
+        assert prompt_cache.stats()["breaker"] == "closed"
 
 
 def test_a_deadline_is_paid_once(silence, model):

@@ -35,21 +35,35 @@ class _Job(NamedTuple):
     run: Callable[[], None]
     abandoned: Callable[[], None]
     size_bytes: int
+    due_s: float
+    """On the monotonic clock: not before, unless somebody waits for it."""
 
 
 class Behind:
     """Runs jobs one after the other on a thread of their own.
 
+    Args:
+        jobs_max: how many may wait.
+        bytes_max: how much they may keep in memory, together with the one that runs.
+        interrupt: called when the work is abandoned: ends what a job may be waiting for.
+
     Jobs deal with their own errors: what one raises is logged, and the next one runs. Abandoned is
     not an error.
     """
 
-    def __init__(self, *, jobs_max: int = JOBS_MAX, bytes_max: int = BYTES_MAX) -> None:
-        self._jobs_max, self._bytes_max = jobs_max, bytes_max
+    def __init__(
+        self,
+        *,
+        jobs_max: int = JOBS_MAX,
+        bytes_max: int = BYTES_MAX,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._jobs_max, self._bytes_max, self._interrupt = jobs_max, bytes_max, interrupt
         self._changed = threading.Condition()
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bytes = 0  # of the job that runs, too
         self._running = False
+        self._hurried = False
         self._ended = False
 
     def put(
@@ -57,6 +71,7 @@ class Behind:
         run: Callable[[], None],
         *,
         size_bytes: int,
+        delay_s: float = 0.0,
         abandoned: Callable[[], None] = lambda: None,
     ) -> bool:
         """Queues a job; returns False, and forgets it, if there is no room or no tomorrow.
@@ -64,6 +79,8 @@ class Behind:
         Args:
             run: the job.
             size_bytes: what the job keeps in memory. A single job may be larger than the limit.
+            delay_s: leaves the processor to the caller for so long, or until `flush`, or until the
+                program ends.
             abandoned: called instead of `run` if the job never starts.
         """
         with self._changed:
@@ -72,7 +89,7 @@ class Behind:
                 return False
             if not self._running and not self._start():
                 return False
-            self._jobs.append(_Job(run, abandoned, size_bytes))
+            self._jobs.append(_Job(run, abandoned, size_bytes, time.monotonic() + delay_s))
             self._bytes += size_bytes
         return True
 
@@ -92,8 +109,10 @@ class Behind:
             raise Abandoned
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until everything queued has been done; returns False if that took too long."""
+        """Has everything queued done now, and waits for it; returns False if that took too long."""
         with self._changed:
+            self._hurried = self._running
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._running, timeout_s)
 
     def abandon(self) -> None:
@@ -103,8 +122,10 @@ class Behind:
             dropped = list(self._jobs)
             self._jobs.clear()
             self._bytes -= sum(job.size_bytes for job in dropped)
+            self._changed.notify_all()
         for job in dropped:
             job.abandoned()
+        self._interrupt()
 
     def _start(self) -> bool:
         try:
@@ -130,9 +151,12 @@ class Behind:
 
     def _next(self) -> _Job | None:
         with self._changed:
-            if self._jobs:
-                return self._jobs.popleft()
-            self._running = False
+            while self._jobs:
+                early_s = self._jobs[0].due_s - time.monotonic()
+                if early_s <= 0 or self._hurried:
+                    return self._jobs.popleft()
+                self._changed.wait(early_s)
+            self._running = self._hurried = False
             self._changed.notify_all()
             return None
 

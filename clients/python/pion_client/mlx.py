@@ -46,6 +46,10 @@ __all__ = ["PionPromptCache", "model_id"]
 PREFILL_STEP = 2048
 """Tokens per forward pass: mlx-lm's `prefill_step_size`, so that prefills are split as its own are."""
 DEADLINE_S = 5.0
+START_DELAY_S_MAX = 1.0
+"""Storing starts as long after a prefill as that took, but no later than this: the caller's first token
+comes first. Nobody waits it out: who asks for the prefix meanwhile, `flush` and the end start it."""
+OWN_STORE_S = 1.0
 ADMISSION_PREFIXES_MAX = 65_536
 """Prefixes whose misses are remembered for `admission_threshold`; the oldest are forgotten."""
 
@@ -99,6 +103,20 @@ class _Found(NamedTuple):
     @property
     def namespace(self) -> str:
         return self.prefix.namespace if self.prefix else ""
+
+
+class _Pending(NamedTuple):
+    """A prefix that waits to be stored, or is being stored."""
+
+    request: _Request
+    prefill_ms: float
+
+    def serves(self, request: _Request) -> bool:
+        """Whether the server has more for this request once it is stored."""
+        if request.namespace is not None:
+            return request.namespace == self.request.namespace
+        common = blocks.common_tokens(request.token_ids, self.request.token_ids)
+        return common >= limits.CHAIN_TOKENS_MIN
 
 
 class PionPromptCache:
@@ -164,8 +182,9 @@ class PionPromptCache:
         self._owned = contextlib.ExitStack()
         self._client = client or self._owned.enter_context(Client(where, timeout_s=deadline_s))
         self._breaker = Breaker()
-        self._behind = Behind()
+        self._behind = Behind(interrupt=self._owned.close)
         self._tally = _Tally()
+        self._pending: dict[int, _Pending] = {}
         self._missed: collections.OrderedDict[str, int] = collections.OrderedDict()
         self._lane, self._lane_reason = "", ""
 
@@ -268,7 +287,6 @@ class PionPromptCache:
         """Finishes storing, or abandons it after so long; then closes the client it made itself."""
         self._behind.flush(timeout_s)
         self._behind.abandon()
-        self._owned.close()
 
     def __enter__(self) -> Self:
         return self
@@ -319,6 +337,7 @@ class PionPromptCache:
             return _Found(reason="too_short")
         try:
             facts = self._facts()
+            self._await_own(request)
             with self._answering():
                 found = self._ask(request, facts)._replace(facts=facts)
                 return self._fetch(cache, request, found, facts) if found.served else found
@@ -326,6 +345,18 @@ class PionPromptCache:
             return _Found(reason="unsupported_cache", unstorable=str(refusal))
         except _Unanswered as why:
             return _Found(reason=str(why), unstorable=str(why))
+
+    def _await_own(self, request: _Request) -> None:
+        """Lets a prefix be stored first that this object has just prefilled, rather than do it twice.
+
+        Not longer than that prefill took, or `OWN_STORE_S` if that is longer.
+        """
+        if self._breaker.is_open:
+            return
+        own = [pending for pending in list(self._pending.values()) if pending.serves(request)]
+        if own:
+            longest_s = max(pending.prefill_ms for pending in own) / 1e3
+            self._behind.flush(max(longest_s, min(OWN_STORE_S, self._deadline_s)))
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
@@ -429,11 +460,24 @@ class PionPromptCache:
         if caches.layout_of(cache) != found.facts.layout:
             return "layout_changed"
         rows = caches.take(cache)
-        job = functools.partial(self._store, request, found, rows, prefill_ms)
-        size_bytes = sum(side.nbytes for pair in rows for side in pair)
-        abandoned = functools.partial(self._tally.because, "skipped", "abandoned")
-        queued = self._behind.put(job, size_bytes=size_bytes, abandoned=abandoned)
-        return "" if queued else "closed" if self._behind.ended else "queue_full"
+        pending = _Pending(request, prefill_ms)
+        self._pending[id(pending)] = pending
+        queued = self._behind.put(
+            functools.partial(self._store, pending, found, rows),
+            size_bytes=sum(side.nbytes for pair in rows for side in pair),
+            delay_s=min(prefill_ms / 1e3, START_DELAY_S_MAX),
+            abandoned=functools.partial(self._settle, pending, "abandoned"),
+        )
+        if queued:
+            return ""
+        self._settle(pending)
+        return "closed" if self._behind.ended else "queue_full"
+
+    def _settle(self, pending: _Pending, reason: str = "") -> None:
+        """The end of a prefix that was to be stored, with the reason if it was not."""
+        self._pending.pop(id(pending), None)
+        if reason:
+            self._tally.because("skipped", reason)
 
     def _admitted(self, request: _Request) -> bool:
         if self._admission_threshold == 1:
@@ -446,24 +490,28 @@ class PionPromptCache:
                 self._missed.popitem(last=False)
         return count >= self._admission_threshold
 
-    def _store(self, request: _Request, found: _Found, rows: list[Rows], prefill_ms: float) -> None:
+    def _store(self, pending: _Pending, found: _Found, rows: list[Rows]) -> None:
         """The job behind the caller."""
         started = time.perf_counter()
+        reason = "error"
         try:
             with self._answering():
-                self._send(request, found, rows, prefill_ms)
+                self._send(pending, found, rows)
             self._tally.add("stores")
+            reason = ""
         except InvalidRequest as error:
-            self._tally.because("skipped", error.reason.lower())
+            reason = error.reason.lower()
         except _Unanswered as why:
-            self._tally.because("skipped", str(why))
+            reason = str(why)
         except Abandoned:
-            self._tally.because("skipped", "abandoned")
+            reason = "abandoned"
         finally:
             self._tally.add("store_ms", (time.perf_counter() - started) * 1e3)
+            self._settle(pending, reason)
 
-    def _send(self, request: _Request, found: _Found, rows: list[Rows], prefill_ms: float) -> None:
+    def _send(self, pending: _Pending, found: _Found, rows: list[Rows]) -> None:
         assert found.facts is not None
+        request, prefill_ms = pending
         saved_ms = _prefill_ms(found)
         store = functools.partial(
             self._client.store,
