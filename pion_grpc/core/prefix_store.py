@@ -23,12 +23,14 @@ from pion_grpc.core.matching import longest_match
 from pion_grpc.core.reading import (
     CorruptPrefix,
     Reading,
+    chain_parts,
     own_row_counts,
     parts_of,
     segment_layout,
 )
 from pion_grpc.core.receipt import Ledger, Restore
-from pion_grpc.core.space import Space
+from pion_grpc.core.recovery import Recovery
+from pion_grpc.core.space import Space, keep_tokens
 from pion_grpc.core.storing import (
     RowFileNames,
     RowsSession,
@@ -36,6 +38,7 @@ from pion_grpc.core.storing import (
     Workshop,
     begin_rows,
     begin_store,
+    check_not_shared,
     outgrown,
     sync_prefixes,
 )
@@ -123,6 +126,10 @@ class _Opened(NamedTuple):
     token_ids: bytes
 
 
+class _OutOfDate(Exception):
+    """What was read of a prefix is no longer so: ask again."""
+
+
 class _Snapshot(NamedTuple):
     prefix: int
     sides: str
@@ -153,13 +160,16 @@ class PrefixStore:
         files = files or Files()
         self._catalog = Catalog(directory.catalog, files)
         self.space = Space(directory, self._catalog, files, budget_bytes, tenant_budget_bytes)
+        boot = boot or boot_id()
+        self._recovery = Recovery(directory, self._catalog, self.space, boot)
         self.workshop = Workshop(
             directory,
             self._catalog,
             files,
             self.space,
             RowFileNames(directory.instance),
-            boot or boot_id(),
+            self._recovery,
+            boot,
         )
         """What the other halves of the core work with."""
         self._lock = threading.Lock()
@@ -168,16 +178,17 @@ class PrefixStore:
         self._checked: dict[str, tuple[int, int, int]] = {}
         self._snapshots: dict[int, _Snapshot] = {}
         self._snapshot_serial = 0
-        self._corrupt = 0
         self.space.bury_dead_instances()
         self.space.measure()
 
     def close(self) -> None:
         """Makes everything acknowledged durable and gives the directory back."""
-        self.tick()
-        self.sync()
-        self._catalog.close()
-        self.directory.close()
+        try:
+            self.tick()
+            self.sync()
+        finally:
+            self._catalog.close()
+            self.directory.close()
 
     # -- asking
 
@@ -391,7 +402,7 @@ class PrefixStore:
         try:
             yield
         except CorruptPrefix as error:
-            self.condemn(error.prefix)
+            self.space.take_out(error)
             raise
         finally:
             reading.close()
@@ -440,22 +451,23 @@ class PrefixStore:
         """
         if not 1 <= len(rows) <= limits.SCATTERED_ROWS_MAX:
             raise InvalidRequest("rows", f"1 to {limits.SCATTERED_ROWS_MAX} rows are allowed")
-        query = FetchQuery(namespace, slots=frozenset({slot}), codecs=frozenset())
-        found = self.fetch(tenant, query)
-        if isinstance(found, LookupResult):
-            if found.reason is MissReason.NO_ROWS:
+        query = FetchQuery(
+            namespace, slots=frozenset({slot}), codecs=frozenset(), sides=frozenset({side})
+        )
+        opened = self._open(tenant, query, lambda asked, row: asked)
+        if isinstance(opened, LookupResult):
+            if opened.reason is MissReason.NO_ROWS:
                 return None
             raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
-        tensors = found.reading.served_layout.tensors
-        index = next((i for i, tensor in enumerate(tensors) if tensor.side is side), None)
-        if index is None:
-            found.reading.close()
+        reading = opened.reading
+        if not reading.tensors:
+            reading.close()
             raise LayoutDiffers(f"{namespace!r} has no {side.value}.{slot}", namespace=namespace)
-        if int(rows.min()) >= found.reading.rows.end:
-            found.reading.close()
+        self.note_use(opened.prefix.id)
+        if int(rows.min()) >= reading.row_counts[reading.tensors[0]]:
+            reading.close()
             return None
-        layout = Layout((tensors[index],))
-        return layout, self._scattered(found, index, rows)
+        return reading.served_layout, self._scattered(reading, rows)
 
     # -- snapshots of live rows
 
@@ -492,6 +504,7 @@ class PrefixStore:
 
         Raises:
             NotStored: the prefix, or the snapshot, is unknown.
+            InvalidRequest: a child shares rows that would go.
         """
         with self._lock:
             snapshot = self._snapshots.get(snapshot_id)
@@ -515,11 +528,14 @@ class PrefixStore:
                     sides_table.resized(row.id, tensor.side.value, -cut, -cut * tensor.row_bytes)
             if tuple(kept) == counts:
                 return row.generation
+            count = row.base + min(kept, default=0)
+            check_not_shared(transaction, row, count)
+            keep_tokens(transaction, row, count, row.fidelity)
             transaction.update(
                 row.id,
                 state="live",
                 row_counts=json.dumps(kept),
-                token_count=row.base + min(kept, default=0),
+                token_count=count,
                 **outgrown(row),
             )
             return transaction.new_generation(row.id)
@@ -572,16 +588,13 @@ class PrefixStore:
             used = self.space.used_bytes(transaction)
             live = sum(row.disk_bytes for row in transaction.live(tenant))
         return Totals(
-            counted.prefixes, counted.rows, used, live, self.space.evicted_count, self._corrupt
+            counted.prefixes,
+            counted.rows,
+            used,
+            live,
+            self.space.evicted_count,
+            self.space.corrupt_count,
         )
-
-    def condemn(self, prefix: int) -> None:
-        """Takes a damaged prefix and its descendants out of the store."""
-        with self._lock:
-            self._corrupt += 1
-        with self._catalog.write() as transaction:
-            self.space.condemn(transaction, prefix)
-        self.space.sweep()
 
     # -- parts of the above
 
@@ -596,7 +609,8 @@ class PrefixStore:
         reason, difference = _expectation(row, query, token_ids)
         if reason is not MissReason.NONE:
             return LookupResult(hit=False, reason=reason, prefix=info, first_difference=difference)
-        self.vouch(chain)
+        if not self.vouch(chain):
+            raise _OutOfDate
         self.note_use(row.id)
         lease = self._lease(row, lease_ms)
         return LookupResult(hit=True, reason=MissReason.NONE, prefix=info, lease_id=lease)
@@ -623,7 +637,8 @@ class PrefixStore:
         if served < max(query.min_tokens, 1):
             reason = reason if shortened_by else MissReason.TOO_SHORT
             return MatchResult(False, reason, info, requested, matched, 0, shortened_by)
-        self.vouch(chain)
+        if not self.vouch(chain):
+            raise _OutOfDate
         self.note_use(row.id)
         lease = self._lease(row, query.lease_ms)
         return MatchResult(True, reason, info, requested, matched, served, shortened_by, lease)
@@ -634,7 +649,9 @@ class PrefixStore:
             try:
                 return ask()
             except CorruptPrefix as error:
-                self.condemn(error.prefix)
+                self.space.take_out(error)
+            except _OutOfDate:
+                continue
 
     def _credit(self, query: LookupQuery, result: LookupResult) -> None:
         """Counts what a caller restored by other means than Fetch, if it says so."""
@@ -647,44 +664,41 @@ class PrefixStore:
         seconds = (query.restored_prefill_ms or 0.0) / 1_000
         self.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
 
-    def vouch(self, chain: list[PrefixRow]) -> None:
-        """Raises CorruptPrefix unless the files of a chain are there, with the right size."""
-        self._trust(chain)
-        for row in chain:
-            if row.file is None:
-                continue
-            try:
-                size = os.stat(self.directory.resolve(row.file)).st_size
-            except FileNotFoundError:
-                size = -1
-            if row.state == "sealed" and size != row.disk_bytes:
-                problem = Corrupt(f"{row.file} is damaged", namespace=row.namespace)
-                raise CorruptPrefix(problem, row.id)
+    def vouch(self, chain: list[PrefixRow]) -> bool:
+        """Makes sure that the files of a chain are there, with the right size.
 
-    def _trust(self, chain: list[PrefixRow]) -> None:
-        """Checks what was acknowledged without a sync under another boot, once."""
-        for depth, row in enumerate(chain):
-            if row.boot is None or row.boot == self.workshop.boot:
-                continue
+        Returns False if some of its rows turned out to be lost: `chain` is out of date then.
+
+        Raises:
+            CorruptPrefix: a file is not there, or not right.
+        """
+        if self._recovery.check(chain):
+            return False
+        for row in chain:
+            self._vouch_file(row, row.file, row.disk_bytes if row.state == "sealed" else None)
+        if chain[-1].state == "live":
             with self._catalog.read() as transaction:
-                extents = transaction.extents(row.id)
-            whole = RowRange(row.base, row.token_count)
-            kinds = frozenset(part.kind for part in parts_of(row))
-            query = FetchQuery(row.namespace, part_kinds=kinds)
-            try:
-                reading = Reading(self.directory, chain[: depth + 1], extents, query, whole)
-            except FileNotFoundError as error:
-                problem = Corrupt(f"a file is gone: {error}", namespace=row.namespace)
-                raise CorruptPrefix(problem, row.id) from error
-            with contextlib.closing(reading):
-                reading.check()
-            with self._catalog.write() as transaction:
-                transaction.update(row.id, boot=None)
+                names = transaction.extent_files(chain[-1].id)
+            for name in names:
+                self._vouch_file(chain[-1], name, None)
+        return True
+
+    def _vouch_file(self, row: PrefixRow, name: str | None, size: int | None) -> None:
+        if not name:
+            return
+        path = self.directory.resolve(name)
+        try:
+            actual = path.stat().st_size
+        except FileNotFoundError:
+            actual = -1
+        if actual < 0 or (size is not None and actual != size):
+            raise CorruptPrefix(Corrupt(f"{path} is damaged"), row.id, path)
 
     def _open(
         self, tenant: str, query: FetchQuery, clamp: Callable[[RowRange, PrefixRow], RowRange]
     ) -> _Opened | LookupResult:
-        for attempt in (1, 2):
+        attempts = 0
+        while True:
             with self._catalog.read() as transaction:
                 row = self._find(transaction, tenant, query)
                 if row is None or row.state == "registered":
@@ -700,20 +714,21 @@ class PrefixStore:
                     namespace=row.namespace,
                     generation=row.generation,
                 )
-            rows = clamp(query.rows, row)
             try:
-                self._trust(chain)
+                if self._recovery.check(chain):
+                    continue  # it has fewer rows than the catalogue said
+                rows = clamp(query.rows, row)
                 reading = Reading(self.directory, chain, extents, query, rows)
             except FileNotFoundError as error:
-                if attempt == 1:
-                    continue  # evicted meanwhile: look again
-                self._condemn_missing(chain, extents)
+                attempts += 1
+                if attempts == 1:
+                    continue  # evicted or saved meanwhile: look again
+                self._take_out_missing(chain, extents)
                 raise Corrupt(f"a file is gone: {error}", namespace=row.namespace) from error
             except CorruptPrefix as error:
-                self.condemn(error.prefix)
+                self.space.take_out(error)
                 raise
             return _Opened(row, info, reading, token_ids)
-        raise AssertionError("two attempts end one way or the other")
 
     def _find(self, transaction: Transaction, tenant: str, query: FetchQuery) -> PrefixRow | None:
         if not query.lease_id:
@@ -737,7 +752,7 @@ class PrefixStore:
         lease = secrets.token_bytes(16)
         with self._catalog.write() as transaction:
             if transaction.by_id(row.id) is None:
-                return b""
+                raise _OutOfDate  # evicted since it was found
             transaction.add_lease(lease, row.id, unix_ms() + lease_ms)
         return lease
 
@@ -750,10 +765,9 @@ class PrefixStore:
                 reading.chain[depth + 1].base if depth + 1 < len(reading.chain) else row.token_count
             )
             end = min(above, reading.rows.end)
-            path = self.directory.resolve(row.file)
-            status = path.stat()
             if begin < end:
-                self._check_once(row, reading)
+                status = self._stat(row)
+                self._check_once(row, status, reading)
                 yield ExportExtent(
                     row.file,
                     status.st_dev,
@@ -766,10 +780,16 @@ class PrefixStore:
                 )
             parent = row.namespace
 
-    def _check_once(self, row: PrefixRow, reading: Reading) -> None:
+    def _stat(self, row: PrefixRow) -> os.stat_result:
+        assert row.file is not None
+        try:
+            return self.directory.resolve(row.file).stat()
+        except FileNotFoundError as error:
+            raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace) from error
+
+    def _check_once(self, row: PrefixRow, status: os.stat_result, reading: Reading) -> None:
         """Checks every page of a segment, unless it has not changed since this process did."""
         assert row.file is not None
-        status = self.directory.resolve(row.file).stat()
         state = status.st_ino, status.st_size, status.st_mtime_ns
         with self._lock:
             if self._checked.get(row.file) == state:
@@ -780,16 +800,16 @@ class PrefixStore:
             if len(self._checked) > 100_000:
                 del self._checked[next(iter(self._checked))]
 
-    def _scattered(self, found: Fetch, index: int, rows: np.ndarray) -> Iterator[bytes]:
-        row_bytes = found.reading.served_layout.tensors[index].row_bytes
-        per_chunk = max(1, limits.CHUNK_BYTES_MAX // max(row_bytes, 1))
-        with self.guarded(found.reading):
+    def _scattered(self, reading: Reading, rows: np.ndarray) -> Iterator[bytes]:
+        per_chunk = max(1, limits.CHUNK_BYTES_MAX // max(reading.served_layout.row_bytes, 1))
+        with self.guarded(reading):
             for start in range(0, len(rows), per_chunk):
                 wanted = rows[start : start + per_chunk].tolist()
-                yield b"".join(found.reading.row(index, row) for row in wanted)
+                yield b"".join(reading.row(0, row) for row in wanted)
 
     def _seal(self, row: PrefixRow) -> bool:
         """Writes a live prefix as a segment; False if somebody was writing to it."""
+        self._recovery.make_sound(row.tenant, row.namespace)
         with self._catalog.write() as transaction:
             now = transaction.by_id(row.id)
             if (
@@ -812,6 +832,7 @@ class PrefixStore:
                 model_id=row.model_id,
                 base=row.base,
                 parent=parent,
+                parts=parts_of(row),
             )
             *_, last = segment.entries()
             size = len(segment.header()) + last.end
@@ -819,7 +840,7 @@ class PrefixStore:
             self.space.make_room(transaction, row.tenant, size)
         self.space.sweep()
         name = f"segments/{self.directory.instance}-{row.id}-{reservation}.safetensors"
-        writer = None
+        writer, sealed = None, False
         try:
             writer = SegmentWriter(self.workshop.files, self.directory.resolve(name), segment)
             query = FetchQuery(row.namespace)
@@ -830,6 +851,7 @@ class PrefixStore:
                     writer.write(piece)
             writer.write(token_ids)
             writer.finish(on_disk=True)
+            sync_prefixes(self.workshop, [link for link in chain[:-1] if link.boot is not None])
             with self._catalog.write(on_disk=True) as transaction:
                 transaction.release(reservation)
                 now = transaction.by_id(row.id)
@@ -838,7 +860,6 @@ class PrefixStore:
                     row.row_counts,
                 )
                 if not untouched or transaction.is_reserved(row.id):
-                    self.workshop.files.unlink(self.directory.resolve(name))
                     self.space.collect(transaction, row.id)
                     return False
                 old = [file for file in transaction.extent_files(row.id) if file]
@@ -859,26 +880,29 @@ class PrefixStore:
                     durability=Durability.DISK.value,
                     boot=None,
                 )
+            sealed = True
         except CorruptPrefix as error:
-            self.condemn(error.prefix)
+            self.space.take_out(error)
             raise
         finally:
-            if writer is not None:
-                writer.abandon()
-            with self._catalog.write() as transaction:
-                transaction.release(reservation)
+            if not sealed:
+                if writer is not None:
+                    writer.abandon()
+                self.workshop.files.unlink(self.directory.resolve(name))
+                self.space.end_reservation(reservation, row.id)
         self.space.sweep()
         return True
 
-    def _condemn_missing(self, chain: list[PrefixRow], extents: list[ExtentRow]) -> None:
+    def _take_out_missing(self, chain: list[PrefixRow], extents: list[ExtentRow]) -> None:
         """Takes out the first prefix of a chain whose file is gone."""
         for row in chain:
             names = [row.file or ""]
             if row is chain[-1]:
                 names += [extent.file for extent in extents]
-            if any(name and not self.directory.resolve(name).exists() for name in names):
-                self.condemn(row.id)
-                return
+            for path in (self.directory.resolve(name) for name in names if name):
+                if not path.exists():
+                    self.space.take_out(CorruptPrefix(Corrupt(f"{path} is gone"), row.id, path))
+                    return
 
     def _info(
         self, transaction: Transaction, row: PrefixRow, chain: list[PrefixRow] | None = None
@@ -899,7 +923,7 @@ class PrefixStore:
             fidelity=row.fidelity,
             created_unix_ms=row.created_unix_ms,
             durability=Durability.DISK if row.boot is None else Durability.PROCESS,
-            parts=tuple(part for link in chain for part in parts_of(link)),
+            parts=chain_parts(chain),
             prefill_ms=self._prefill_ms.get(row.id, 0.0),
         )
 
@@ -965,7 +989,7 @@ def _boundary(chain: list[PrefixRow], matched: int, kinds: tuple[str, ...]) -> t
     """Returns the longest boundary up to `matched` that all kinds of parts have, and what cut it."""
     if not kinds:
         return matched, ""
-    parts = [part for row in chain for part in parts_of(row)]
+    parts = chain_parts(chain)
     boundaries = {kind: {p.boundary_tokens for p in parts if p.kind == kind} for kind in kinds}
     common = set.intersection(*boundaries.values())
     served = max((boundary for boundary in common if boundary <= matched), default=0)

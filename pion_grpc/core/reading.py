@@ -9,9 +9,12 @@ A reader names the codecs that it decodes itself; rows in any other come as floa
 does not have are rows of zeros: a hole between two extents, or the end of a tensor shorter than others.
 """
 
+import bisect
 import functools
+import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from pion_grpc.core.values import FetchQuery, Position, RowRange
@@ -19,9 +22,9 @@ from pion_grpc.errors import Corrupt
 from pion_grpc.storage.catalog import ExtentRow, PrefixRow
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
+from pion_wire import limits
 from pion_wire.codecs import ArrayLayout
 from pion_wire.layout import DType, Layout, LayoutError, PartInfo, TensorLayout
-from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.rows import decode_rows, zero_row
 from pion_wire.segment import SegmentLayout
 
@@ -58,13 +61,28 @@ class _Source(NamedTuple):
     begin: int
     end: int
 
+    def checked(self, begin: int, end: int, row_bytes: int) -> Iterator[memoryview]:
+        """Yields bytes of the run, in chunks of whole rows.
+
+        Raises:
+            CorruptPrefix: a page does not have its checksum.
+        """
+        assert self.run is not None, "a hole has no bytes"
+        with naming(self.prefix, self.run.file.path):
+            yield from self.run.chunks(begin, end, row_bytes)
+
+
+def _begin(source: _Source) -> int:
+    return source.begin
+
 
 class CorruptPrefix(Corrupt):
-    """A page of this prefix does not have its checksum."""
+    """A file of this prefix is damaged or gone."""
 
-    def __init__(self, error: Corrupt, prefix: int) -> None:
+    def __init__(self, error: Corrupt, prefix: int, path: Path) -> None:
         super().__init__(str(error), **error.metadata)
         self.prefix = prefix
+        self.path = path
 
 
 def segment_layout(prefix: PrefixRow, parent_namespace: str) -> SegmentLayout:
@@ -92,6 +110,21 @@ def own_row_counts(prefix: PrefixRow) -> tuple[int, ...]:
 def parts_of(prefix: PrefixRow) -> tuple[PartInfo, ...]:
     """Returns the parts that are in a prefix's own segment."""
     return tuple(PartInfo(*part) for part in json.loads(prefix.parts))
+
+
+def chain_parts(chain: list[PrefixRow]) -> tuple[PartInfo, ...]:
+    """Returns the parts that belong to a chain: of a parent, those of tokens that its child shares."""
+    return tuple(
+        part
+        for prefix, end in zip(chain, ends(chain), strict=True)
+        for part in parts_of(prefix)
+        if part.boundary_tokens <= end
+    )
+
+
+def ends(chain: list[PrefixRow]) -> list[int]:
+    """Returns up to which row each prefix of a chain counts: its child's base, or all of its own."""
+    return [child.base for child in chain[1:]] + [limits.TOKENS_MAX]
 
 
 class Reading:
@@ -129,11 +162,12 @@ class Reading:
         self._runs: list[tuple[CheckedRun, int]] = []
         self._sources: dict[int, list[_Source]] = {index: [] for index in self.tensors}
         self._parts: list[tuple[PartInfo, int, CheckedRun, int]] = []
+        self._own_parts: list[tuple[CheckedRun, int, int]] = []
         try:
             parent = ""
-            for prefix in chain:
+            for prefix, end in zip(chain, ends(chain), strict=True):
                 if prefix.file is not None:
-                    self._open_segment(directory, prefix, parent, query)
+                    self._open_segment(directory, prefix, parent, query, end)
                 parent = prefix.namespace
             self._open_extents(directory, chain[-1], extents)
         except BaseException:
@@ -169,7 +203,7 @@ class Reading:
         """
         for run, owner in self._runs:
             if prefix in (None, owner):
-                with _naming(owner):
+                with naming(owner, run.file.path):
                     run.check()
 
     def row(self, tensor_index: int, row: int) -> bytes:
@@ -182,11 +216,14 @@ class Reading:
             yield piece.data
 
     def stream_own(self, base: int, row_counts: tuple[int, ...]) -> Iterator[memoryview]:
-        """Yields the bytes of the rows from `base` on, as a segment with these row counts has them."""
+        """Yields what a new segment with these rows has: the rows from `base` on, then all parts."""
         for index, count in enumerate(row_counts):
             for array_index in range(len(self.layout.tensors[index].arrays)):
                 for piece in self._array(index, index, array_index, base, base + count):
                     yield piece.data
+        for run, begin, end in self._own_parts:
+            with naming(self.chain[-1].id, run.file.path):
+                yield from run.chunks(begin, end, 1)
 
     def stream(self, resume: Position) -> Iterator[Rows | PartBytes]:
         """Yields rows by tensor, array and row, then parts; each at most 1 MiB.
@@ -212,7 +249,7 @@ class Reading:
             if part_index < resume.part - 1:
                 continue
             start = resume.part_offset if part_index == resume.part - 1 else 0
-            with _naming(prefix):
+            with naming(prefix, run.file.path):
                 for data in run.chunks(offset + start, offset + part.size_bytes, 1):
                     yield PartBytes(part_index, start, data)
                     start += len(data)
@@ -240,19 +277,18 @@ class Reading:
                 chunks = _repeated(zeros, end - first)
             else:
                 start, size = _within(source, arrays, array_index, first, end)
-                chunks = source.run.chunks(start, start + size, row_bytes)
-            with _naming(source.prefix if source else 0):
-                for data in chunks:
-                    count = len(data) // row_bytes
-                    yield Rows(position, array_index, first, count, data)
-                    first += count
+                chunks = source.checked(start, start + size, row_bytes)
+            for data in chunks:
+                count = len(data) // row_bytes
+                yield Rows(position, array_index, first, count, data)
+                first += count
 
     def _decoded(self, position: int, index: int, begin: int, stop: int) -> Iterator[Rows]:
         """Yields rows as float32, whatever they are stored in."""
         tensor, served = self.layout.tensors[index], self._served[position]
         if not served.row_bytes:
             return
-        step = max(1, CHUNK_BYTES_MAX // served.row_bytes)
+        step = max(1, limits.CHUNK_BYTES_MAX // served.row_bytes)
         for source, first, end in self._between(index, begin, stop):
             if source is None or source.run is None:
                 for data in _repeated(bytes(served.row_bytes), end - first):
@@ -263,7 +299,7 @@ class Reading:
             run = source.run
             for row in range(first, end, step):
                 stretch = row, min(row + step, end)
-                with _naming(source.prefix):
+                with naming(source.prefix, run.file.path):
                     arrays = [
                         run.read(start, start + size)
                         for start, size in (
@@ -279,7 +315,11 @@ class Reading:
         """Yields where the rows of a tensor come from, in order; None where it has none."""
         count = self.row_counts[index]
         row = begin
-        for source in self._sources[index]:
+        sources = self._sources[index]
+        first = max(bisect.bisect_right(sources, begin, key=_begin) - 1, 0)
+        for source in itertools.islice(sources, first, None):
+            if source.begin >= stop:
+                break
             end = min(source.end, stop, count)
             if row < end:
                 assert source.begin <= row, "sources are in order, without gaps"
@@ -289,12 +329,18 @@ class Reading:
             yield None, row, stop
 
     def _open_segment(
-        self, directory: DataDirectory, prefix: PrefixRow, parent: str, query: FetchQuery
+        self,
+        directory: DataDirectory,
+        prefix: PrefixRow,
+        parent: str,
+        query: FetchQuery,
+        last: int,
     ) -> None:
         assert prefix.file is not None
         segment = segment_layout(prefix, parent)
-        with _naming(prefix.id):
-            run = open_segment(directory.resolve(prefix.file), segment)
+        path = directory.resolve(prefix.file)
+        with naming(prefix.id, path):
+            run = open_segment(path, segment)
         self._files.append(run.file)
         self._runs.append((run, prefix.id))
         entries = {entry.name: entry for entry in segment.entries()}
@@ -313,11 +359,14 @@ class Reading:
                     prefix.base,
                     counts[tensor],
                     prefix.base,
-                    prefix.base + counts[tensor],
+                    min(prefix.base + counts[tensor], last),
                 ),
             )
+        if prefix is self.chain[-1]:
+            parts = (entries[f"part.{index}"] for index in range(len(segment.parts)))
+            self._own_parts = [(run, entry.begin, entry.end) for entry in parts]
         for part_index, part in enumerate(segment.parts):
-            if part.kind in query.part_kinds and part.boundary_tokens == self.rows.end:
+            if part.kind in query.part_kinds and part.boundary_tokens == self.rows.end <= last:
                 offset = entries[f"part.{part_index}"].begin
                 self._parts.append((part, prefix.id, run, offset))
 
@@ -337,7 +386,7 @@ class Reading:
                     opened[extent.file] = OpenFile(directory.resolve(extent.file))
                     self._files.append(opened[extent.file])
                 size = extent.row_count * self.layout.tensors[index].row_bytes
-                with _naming(prefix.id):
+                with naming(prefix.id, opened[extent.file].path):
                     run = CheckedRun(opened[extent.file], extent.offset, size, extent.checksums)
                 self._runs.append((run, prefix.id))
             self._add(
@@ -349,32 +398,36 @@ class Reading:
 
     def _add(self, tensor: int, new: _Source) -> None:
         """Lays a source over the older ones; between them may be a gap, which reads as zeros."""
-        over: list[_Source] = []
-        last = max((source.end for source in self._sources[tensor]), default=0)
+        sources = self._sources[tensor]
+        if new.begin == new.end:
+            return
+        last = sources[-1].end if sources else 0
         if new.begin > last:
-            self._sources[tensor].append(_Source(new.prefix, None, 0, last, 0, last, new.begin))
-        for old in self._sources[tensor]:
+            sources.append(_Source(new.prefix, None, 0, last, 0, last, new.begin))
+        first = max(bisect.bisect_right(sources, new.begin, key=_begin) - 1, 0)
+        behind = bisect.bisect_left(sources, new.end, key=_begin)
+        over = [new]
+        for old in sources[first:behind]:
             if old.begin < new.begin:
-                over.append(old._replace(end=min(old.end, new.begin)))
+                over.insert(0, old._replace(end=min(old.end, new.begin)))
             if old.end > new.end:
                 over.append(old._replace(begin=max(old.begin, new.end)))
-        over.append(new)
-        over.sort(key=lambda source: source.begin)
-        self._sources[tensor] = over
+        sources[first:behind] = over
 
 
-class _naming:  # noqa: N801 - reads as a statement
-    """Says whose page a corrupt one is."""
+class naming:  # noqa: N801 - reads as a statement
+    """Says whose file a damaged one is."""
 
-    def __init__(self, prefix: int) -> None:
+    def __init__(self, prefix: int, path: Path) -> None:
         self._prefix = prefix
+        self._path = path
 
     def __enter__(self) -> None:
-        pass
+        """Nothing to do."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Corrupt) and not isinstance(error, CorruptPrefix):
-            raise CorruptPrefix(error, self._prefix) from error
+            raise CorruptPrefix(error, self._prefix, self._path) from error
 
 
 @functools.lru_cache(maxsize=1024)
@@ -412,7 +465,7 @@ def _within(
 
 def _repeated(row: bytes, count: int) -> Iterator[memoryview]:
     """Yields `count` times the same row, in chunks."""
-    step = min(max(1, CHUNK_BYTES_MAX // len(row)), count)
+    step = min(max(1, limits.CHUNK_BYTES_MAX // len(row)), count)
     rows = memoryview(row * step)
     while count > 0:
         yield rows[: min(step, count) * len(row)]

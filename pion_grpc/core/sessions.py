@@ -22,6 +22,7 @@ from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Reading, own_row_counts
 from pion_grpc.core.receipt import Restore
+from pion_grpc.core.space import keep_tokens
 from pion_grpc.core.storing import outgrown
 from pion_grpc.core.values import (
     BlockTable,
@@ -463,9 +464,9 @@ class Sessions:
             self._count_gone(1)
 
     def _take_out(self, transaction: Transaction, row: PrefixRow, side: Side) -> None:
-        """Removes one side of a prefix; the last one takes the prefix with it."""
+        """Removes one side of a prefix; the last one, or one that children share, takes it whole."""
         Sides(transaction).remove(row.id, side)
-        if not _sides(transaction, row) - {side}:
+        if not _sides(transaction, row) - {side} or transaction.children(row.id):
             self._workshop.space.remove(transaction, row)
             return
         tensors = Layout.from_json(row.layout).tensors
@@ -483,6 +484,7 @@ class Sessions:
                     hole = ExtentRow(tensor.key, 0, row.base, _ROWS_OF_ANY_SEGMENT, "", 0, b"")
                     transaction.add_extent(row.id, hole)
         layout = Layout(tuple(tensor for tensor, _ in kept))
+        keep_tokens(transaction, row, 0, layout.fidelity)
         counts = [count for _, count in kept]
         freed = self._discard_files(transaction, row, files)
         transaction.update(

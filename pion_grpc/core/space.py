@@ -9,11 +9,13 @@ The methods run inside a caller's write transaction and collect the names of fil
 the caller removes those files after the commit (`sweep`), so that a crash in between loses nothing.
 """
 
+import contextlib
 import threading
 from collections.abc import Iterable
 
 from pion_grpc.core.matching import nodes
-from pion_grpc.errors import OverBudget, OverQuota
+from pion_grpc.core.reading import CorruptPrefix
+from pion_grpc.errors import DiskFull, OverBudget, OverQuota
 from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files
@@ -41,11 +43,19 @@ class Space:
         self._lock = threading.Lock()
         self._foreign_bytes = 0
         self._evicted = 0
+        self._corrupt = 0
+        self._ended_stores: set[int] = set()
+        self._ended_reservations: dict[int, int] = {}
 
     @property
     def evicted_count(self) -> int:
         """Prefixes evicted since the start."""
         return self._evicted
+
+    @property
+    def corrupt_count(self) -> int:
+        """Prefixes found damaged since the start."""
+        return self._corrupt
 
     def used_bytes(self, transaction: Transaction) -> int:
         """Returns the bytes of every file of the directory, reservations included."""
@@ -91,13 +101,7 @@ class Space:
         """Takes a prefix's name and matches away; its children answer for the tokens they share."""
         if not prefix.visible:
             return
-        token_ids = transaction.token_ids(prefix.id)
-        if token_ids:
-            transaction.remove_nodes(prefix.id, _nodes(prefix, token_ids))
-            for child in transaction.children(prefix.id):
-                if child.visible:
-                    shared = token_ids[: 4 * child.base]
-                    transaction.add_nodes(child.id, whole_nodes(child, shared))
+        leave_index(transaction, prefix)
         transaction.update(prefix.id, visible=0)
 
     def collect(self, transaction: Transaction, prefix: int | None) -> None:
@@ -127,16 +131,73 @@ class Space:
         transaction.delete(prefix)
         self.collect(transaction, row.parent)
 
-    def sweep(self) -> None:
-        """Removes the files that nobody names any more."""
-        with self._catalog.read() as transaction:
-            garbage = transaction.garbage()
-        if not garbage:
-            return
-        for name in garbage:
-            self._files.unlink(self._directory.resolve(name))
+    def end_store(self, prefix: int) -> None:
+        """Forgets an open prefix that will not be published."""
+        with self._lock:
+            self._ended_stores.add(prefix)
+        self.sweep()
+
+    def end_reservation(self, reservation: int, prefix: int) -> None:
+        """Gives back the bytes that were reserved for rows of a live prefix."""
+        with self._lock:
+            self._ended_reservations[reservation] = prefix
+        self.sweep()
+
+    def take_out(self, error: CorruptPrefix) -> None:
+        """Takes out the prefix whose damage was met, and its descendants.
+
+        Not if it has another file by now: what was read was on its way out.
+        """
         with self._catalog.write() as transaction:
-            transaction.forget_garbage(garbage)
+            row = transaction.by_id(error.prefix)
+            if row is None:
+                return
+            name = self._directory.name_of(error.path)
+            if name != row.file and name not in transaction.extent_files(row.id):
+                return
+            self.condemn(transaction, row.id)
+            with self._lock:
+                self._corrupt += 1
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Forgets what has ended, and removes the files that nobody names any more.
+
+        It fails where the catalogue cannot be written, on a full disk; what is left is the next
+        one's, and whoever calls has done its own work by then.
+        """
+        with contextlib.suppress(DiskFull):
+            self._forget_ended()
+            with self._catalog.read() as transaction:
+                garbage = transaction.garbage()
+            if not garbage:
+                return
+            for name in garbage:
+                self._files.unlink(self._directory.resolve(name))
+            with self._catalog.write() as transaction:
+                transaction.forget_garbage(garbage)
+
+    def _forget_ended(self) -> None:
+        with self._lock:
+            stores, self._ended_stores = self._ended_stores, set()
+            reservations, self._ended_reservations = self._ended_reservations, {}
+        if not stores and not reservations:
+            return
+        try:
+            with self._catalog.write() as transaction:
+                for prefix in stores:
+                    row = transaction.by_id(prefix)
+                    if row is not None and row.state == "open":
+                        transaction.delete(prefix)
+                        self.collect(transaction, row.parent)
+                for reservation, prefix in reservations.items():
+                    if transaction.release(reservation):
+                        self.collect(transaction, prefix)
+        except BaseException:
+            with self._lock:
+                self._ended_stores |= stores
+                self._ended_reservations |= reservations
+            raise
 
     def bury_dead_instances(self) -> int:
         """Cleans up after processes that are gone: their open prefixes, reservations and files.
@@ -152,6 +213,7 @@ class Space:
         for instance in owners - self._directory.live_instances():
             self._bury(instance)
             buried += 1
+        self._remove_ownerless_files()
         self.sweep()
         return buried
 
@@ -175,6 +237,20 @@ class Space:
             if self._directory.name_of(path) not in named:
                 self._files.unlink(path)
 
+    def _remove_ownerless_files(self) -> None:
+        """Removes files that came back with a power cut or a copy, after their writer was buried."""
+        # In this order: who writes a file has a lock before, and names it before the lock goes.
+        left = list(self._directory.written_files())
+        live = self._directory.live_instances()
+        left = [path for path in left if path.name.partition("-")[0] not in live]
+        if not left:
+            return
+        with self._catalog.read() as transaction:
+            named = transaction.files()
+        for path in left:
+            if self._directory.name_of(path) not in named:
+                self._files.unlink(path)
+
     def _over_budget(self, needed: int) -> OverBudget:
         return OverBudget(
             f"{needed} bytes do not fit into the budget of {self.budget_bytes}: raise --disk-budget, or "
@@ -182,6 +258,40 @@ class Space:
             needed_bytes=needed,
             budget_bytes=self.budget_bytes,
         )
+
+
+def leave_index(transaction: Transaction, prefix: PrefixRow) -> bytes:
+    """Takes a prefix out of the match index; its children answer for the tokens they share with it.
+
+    Returns the tokens that it had there.
+    """
+    token_ids = transaction.token_ids(prefix.id)
+    if token_ids:
+        transaction.remove_nodes(prefix.id, _nodes(prefix, token_ids))
+        for child in transaction.children(prefix.id):
+            if child.visible:
+                shared = token_ids[: 4 * child.base]
+                transaction.add_nodes(child.id, whole_nodes(child, shared))
+    return token_ids
+
+
+def keep_tokens(transaction: Transaction, prefix: PrefixRow, count: int, fidelity: str) -> None:
+    """Shortens the tokens by which a prefix is found to those that its rows still are of.
+
+    Args:
+        transaction: where.
+        prefix: as it was before its rows changed.
+        count: leading rows that have not changed.
+        fidelity: what its rows are stored in now.
+    """
+    token_ids = transaction.token_ids(prefix.id)
+    kept = token_ids[: 4 * count]
+    if kept == token_ids and fidelity == prefix.fidelity:
+        return
+    leave_index(transaction, prefix)
+    transaction.set_token_ids(prefix.id, kept)
+    if kept:
+        transaction.add_nodes(prefix.id, _nodes(prefix._replace(fidelity=fidelity), kept))
 
 
 def whole_nodes(prefix: PrefixRow, token_ids: bytes) -> Iterable[tuple[bytes, bytes]]:

@@ -8,6 +8,7 @@ bytes that nothing names, which are removed at once, or by the next process that
 
 import bisect
 import contextlib
+import dataclasses
 import json
 import threading
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ from crc32c import crc32c
 
 from pion_grpc.core.declaration import Declaration
 from pion_grpc.core.matching import nodes
-from pion_grpc.core.reading import own_row_counts
-from pion_grpc.core.space import Space
+from pion_grpc.core.reading import CorruptPrefix, own_row_counts
+from pion_grpc.core.recovery import Recovery
+from pion_grpc.core.space import Space, keep_tokens
 from pion_grpc.core.values import (
     BlockTable,
     Durability,
@@ -52,7 +54,7 @@ from pion_wire import limits
 from pion_wire.blocks import BLOCK_TOKENS, common_tokens, derived_namespace, root_hash
 from pion_wire.framing import PartChunk, RowChunk
 from pion_wire.layout import Layout, PartInfo, Side, TensorLayout
-from pion_wire.segment import SegmentLayout
+from pion_wire.segment import HEADER_BYTES_MAX, SegmentLayout
 
 
 class Workshop(NamedTuple):
@@ -63,6 +65,7 @@ class Workshop(NamedTuple):
     files: Files
     space: Space
     row_files: "RowFileNames"
+    recovery: Recovery
     boot: str
 
 
@@ -168,22 +171,25 @@ class StoreSession:
     def __init__(
         self,
         workshop: Workshop,
+        tenant: str,
         header: StoreHeader,
         prefix: int,
         name: str,
         segment: SegmentLayout,
     ) -> None:
         self._workshop = workshop
+        self._tenant = tenant
         self._header = header
         self._prefix = prefix
         self._segment = segment
         self._file = name
         self._rows = RowOrder(segment.layout, segment.base, header.token_count)
         self._parts = PartOrder(segment.parts)
+        self._ended = False
         try:
             self._writer = SegmentWriter(workshop.files, workshop.directory.resolve(name), segment)
         except BaseException:
-            self._forget()
+            workshop.space.end_store(prefix)
             raise
 
     def write(self, chunk: RowChunk | PartChunk) -> None:
@@ -224,23 +230,21 @@ class StoreSession:
         except BaseException:
             self.abandon()
             raise
+        self._ended = True
         if stored.already_stored:
             workshop.files.unlink(workshop.directory.resolve(self._file))
+            stored = durable(workshop, self._tenant, stored, header.durability)
         workshop.space.sweep()
         return stored
 
     def abandon(self) -> None:
-        """Removes what was written; nobody ever saw it."""
+        """Removes what was written; nobody ever saw it. Harmless after the end, and if called twice."""
+        if self._ended:
+            return
+        self._ended = True
         self._writer.abandon()
         self._workshop.files.unlink(self._workshop.directory.resolve(self._file))
-        self._forget()
-
-    def _forget(self) -> None:
-        with self._workshop.catalog.write() as transaction:
-            row = transaction.by_id(self._prefix)
-            if row is not None and row.state == "open":
-                transaction.delete(self._prefix)
-                self._workshop.space.collect(transaction, row.parent)
+        self._workshop.space.end_store(self._prefix)
 
     def _publish(self, transaction: Transaction, *, on_disk: bool) -> Stored:
         header, space = self._header, self._workshop.space
@@ -254,6 +258,8 @@ class StoreSession:
         existing = transaction.by_name(row.tenant, row.namespace)
         if existing is not None:
             if existing.state == "registered":
+                if not header.replace:
+                    _check_registered(existing, header)
                 table = table or _table(transaction, existing.id)
             elif not header.replace:
                 stored = compare(transaction, existing, header, concurrent=True)
@@ -276,8 +282,9 @@ class StoreSession:
         transaction.stamp([(row.id, "")])
         transaction.set_token_ids(row.id, header.token_ids)
         entries = nodes(row.tenant, row.model_id, row.fidelity, header.token_ids)
-        # The blocks before the base are in the index through the parent, as long as that is visible.
-        shared = row.base // BLOCK_TOKENS if parent is not None and parent.visible else 0
+        # The blocks before the base are in the index through the parent, as long as it is there too.
+        found = transaction.token_ids(parent.id) if parent is not None and parent.visible else b""
+        shared = row.base // BLOCK_TOKENS if len(found) >= 4 * row.base else 0
         transaction.add_nodes(row.id, entries[shared:])
         if table is not None:
             transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
@@ -314,12 +321,19 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
     if not header.namespace:
         root = root_hash(tenant, header.model_id, fidelity)
         name = derived_namespace(root, header.token_ids)
-        header = _named(header, name)
+        header = dataclasses.replace(header, namespace=name)
+    for name in filter(None, (header.namespace, header.parent)):
+        workshop.recovery.make_sound(tenant, name)
+    with workshop.catalog.read() as transaction:
+        existing = transaction.by_name(tenant, header.namespace)
+        known = None
+        if existing is not None and existing.state != "registered" and not header.replace:
+            known = compare(transaction, existing, header, concurrent=False)
+    if known is not None:
+        return durable(workshop, tenant, known, header.durability)
     with workshop.catalog.write() as transaction:
         existing = transaction.by_name(tenant, header.namespace)
-        if existing is not None and not header.replace:
-            if existing.state != "registered":
-                return compare(transaction, existing, header, concurrent=False)
+        if existing is not None and existing.state == "registered" and not header.replace:
             _check_registered(existing, header)
         parent, base = _parent(transaction, tenant, header)
         segment = SegmentLayout(
@@ -332,7 +346,10 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
             parts=header.parts,
         )
         *_, last = segment.entries()
-        size = len(segment.header()) + last.end
+        head = segment.header()
+        if len(head) > HEADER_BYTES_MAX:
+            raise InvalidRequest("parts", f"their descriptions exceed {HEADER_BYTES_MAX} bytes")
+        size = len(head) + last.end
         prefix = transaction.insert(
             NewPrefix(
                 tenant=tenant,
@@ -355,7 +372,18 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
         workshop.space.make_room(transaction, tenant, size)
     workshop.space.sweep()
     name = f"segments/{workshop.directory.instance}-{prefix}.safetensors"
-    return StoreSession(workshop, header, prefix, name, segment)
+    return StoreSession(workshop, tenant, header, prefix, name, segment)
+
+
+def durable(workshop: Workshop, tenant: str, stored: Stored, wanted: Durability) -> Stored:
+    """Brings what was there already to stable storage, if the request asks for that."""
+    if wanted is not Durability.DISK or stored.durability is Durability.DISK:
+        return stored
+    with workshop.catalog.read() as transaction:
+        row = transaction.by_name(tenant, stored.namespace)
+        chain = transaction.chain(row) if row is not None else []
+    sync_prefixes(workshop, [row for row in chain if row.boot is not None])
+    return dataclasses.replace(stored, durability=Durability.DISK)
 
 
 def compare(
@@ -397,22 +425,6 @@ def compare(
     if concurrent:
         raise Conflict(f"{name!r} was stored meanwhile with other content", namespace=name)
     raise problem
-
-
-def _named(header: StoreHeader, name: str) -> StoreHeader:
-    return StoreHeader(
-        name,
-        header.model_id,
-        header.token_ids,
-        header.layout,
-        header.parent,
-        header.base,
-        header.replace,
-        header.durability,
-        header.prefill_ms,
-        header.table,
-        header.parts,
-    )
 
 
 def _check_registered(existing: PrefixRow, header: StoreHeader) -> None:
@@ -473,29 +485,48 @@ def _table(transaction: Transaction, prefix: int) -> BlockTable | None:
 def sync_prefixes(workshop: Workshop, prefixes: list[PrefixRow]) -> None:
     """Brings the files of prefixes to stable storage, and records it.
 
-    A file that is gone belongs to a prefix that went meanwhile; it is left out.
+    The commit at the end also syncs every earlier one, whatever it was of. A prefix that changes
+    meanwhile keeps its mark: what it has got since may not be on stable storage.
     """
-    synced: list[PrefixRow] = []
     for prefix in prefixes:
+        if workshop.recovery.is_due(prefix):
+            _recover(workshop, prefix)
+            continue
         with workshop.catalog.read() as transaction:
             names = transaction.extent_files(prefix.id)
-        names.append(prefix.file or "")
-        with contextlib.suppress(FileNotFoundError):
-            for name in filter(None, names):
-                file = OpenFile(workshop.directory.resolve(name))
-                try:
-                    workshop.files.sync(file.descriptor)
-                finally:
-                    file.close()
-            synced.append(prefix)
+        sync_files(workshop, [*names, prefix.file or ""])
     workshop.files.sync_directory(workshop.directory.segments)
     workshop.files.sync_directory(workshop.directory.rows)
     with workshop.catalog.write(on_disk=True) as transaction:
-        for prefix in synced:
+        for prefix in prefixes:
+            if workshop.recovery.is_due(prefix):
+                continue
             now = transaction.by_id(prefix.id)
             unchanged = (prefix.generation, prefix.row_counts, prefix.state)
             if now is not None and (now.generation, now.row_counts, now.state) == unchanged:
-                transaction.update(prefix.id, boot=None)
+                transaction.mark_synced(prefix.id)
+
+
+def _recover(workshop: Workshop, prefix: PrefixRow) -> None:
+    """Checks what was written under another boot: syncing what is lost would bring nothing back."""
+    with workshop.catalog.read() as transaction:
+        row = transaction.by_id(prefix.id)
+        chain = transaction.chain(row) if row is not None else []
+    try:
+        workshop.recovery.check(chain)
+    except CorruptPrefix as error:
+        workshop.space.take_out(error)
+
+
+def sync_files(workshop: Workshop, names: list[str]) -> None:
+    """Brings files to stable storage; one that is gone belongs to a prefix that went meanwhile."""
+    for name in filter(None, names):
+        with contextlib.suppress(FileNotFoundError):
+            file = OpenFile(workshop.directory.resolve(name))
+            try:
+                workshop.files.sync(file.descriptor)
+            finally:
+                file.close()
 
 
 class RowFileNames:
@@ -538,7 +569,7 @@ class RowsSession:
         self._header = header
         self._prefix = prefix
         self._reservation = reservation
-        self._reserved = True
+        self._ended = False
         end = header.first_row + header.row_count
         self._order = RowOrder(Layout((tensor,)), header.first_row, end)
         self._bytes = header.row_count * tensor.row_bytes
@@ -547,7 +578,8 @@ class RowsSession:
         try:
             self._file = RowFile(workshop.files, workshop.directory.resolve(file))
         except BaseException:
-            self._release()
+            workshop.row_files.give_back(file)
+            workshop.space.end_reservation(reservation, prefix)
             raise
 
     def write(self, chunk: RowChunk) -> None:
@@ -578,7 +610,10 @@ class RowsSession:
         if not (self._came_whole or self._order.complete):
             raise InvalidRequest("rows", "the stream ended before all declared rows came")
         header, on_disk = self._header, self._header.durability is Durability.DISK
+        workshop = self._workshop
         checksums = self._file.finish(on_disk=on_disk)
+        if on_disk:
+            self._sync_rest()
         extent = ExtentRow(
             self.tensor.key,
             0,
@@ -587,28 +622,36 @@ class RowsSession:
             self._name,
             self._file.offset,
             checksums,
+            None if on_disk else workshop.boot,
         )
         try:
-            with self._workshop.catalog.write(on_disk=on_disk) as transaction:
+            with workshop.catalog.write(on_disk=on_disk) as transaction:
                 written = self._publish(transaction, extent, on_disk=on_disk)
-            self._reserved = False
-            return written
-        finally:
+        except BaseException:
             self.abandon()
+            raise
+        self._ended = True
+        self._file.close()
+        workshop.row_files.give_back(self._name)
+        return written
 
     def abandon(self) -> None:
-        """Ends the reservation; bytes that nothing names are overwritten by the next rows."""
-        self._file.close()
-        self._release()
-
-    def _release(self) -> None:
-        self._workshop.row_files.give_back(self._name)
-        if not self._reserved:
+        """Removes what was written and ends the reservation. Harmless after the end, and twice."""
+        if self._ended:
             return
-        self._reserved = False
-        with self._workshop.catalog.write() as transaction:
-            if transaction.release(self._reservation):
-                self._workshop.space.collect(transaction, self._prefix)
+        self._ended = True
+        self._file.discard()
+        self._workshop.row_files.give_back(self._name)
+        self._workshop.space.end_reservation(self._reservation, self._prefix)
+
+    def _sync_rest(self) -> None:
+        """Syncs what these rows are served with: those written before, and the parents'."""
+        with self._workshop.catalog.read() as transaction:
+            row = transaction.by_id(self._prefix)
+            chain = transaction.chain(row) if row is not None else []
+        unsynced = [prefix for prefix in chain if prefix.boot is not None]
+        if unsynced:
+            sync_prefixes(self._workshop, unsynced)
 
     def _publish(
         self, transaction: Transaction, extent: ExtentRow, *, on_disk: bool
@@ -619,6 +662,8 @@ class RowsSession:
                 f"{self._header.namespace!r} was dropped meanwhile",
                 namespace=self._header.namespace,
             )
+        if on_disk:  # usually nothing: they were synced before this transaction began
+            sync_files(self._workshop, transaction.unsynced_files(row.id))
         transaction.release(self._reservation)
         index, layout, counts = with_tensor(transaction, row, self.tensor)
         end = extent.first_row + extent.row_count
@@ -626,8 +671,9 @@ class RowsSession:
         counts[index] = max(had, end) - row.base
         overwrites = extent.first_row < had
         if overwrites:
-            _check_not_shared(transaction, row, extent.first_row)
-            forget_tokens(transaction, row)
+            check_not_shared(transaction, row, extent.first_row)
+        kept = min(extent.first_row, row.base + min(counts))
+        keep_tokens(transaction, row, kept, layout.fidelity)
         transaction.add_extent(row.id, extent)
         grown = max(end - had, 0)
         Sides(transaction).resized(
@@ -658,6 +704,7 @@ def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> Rows
         InvalidRequest: the rows belong to a parent, or a child shares them.
         OverBudget, OverQuota: there is no room.
     """
+    workshop.recovery.make_sound(tenant, header.namespace)
     with workshop.catalog.write() as transaction:
         row = transaction.by_name(tenant, header.namespace)
         if row is None:
@@ -674,12 +721,13 @@ def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> Rows
             )
         index, _, counts = with_tensor(transaction, row, tensor)
         if header.first_row < row.base + counts[index]:
-            _check_not_shared(transaction, row, header.first_row)
+            check_not_shared(transaction, row, header.first_row)
         size = header.row_count * tensor.row_bytes
         reservation = transaction.reserve(workshop.directory.instance, tenant, row.id, size)
         workshop.space.make_room(transaction, tenant, size)
-        file = workshop.row_files.take(transaction.extent_files(row.id), reservation)
+        known = transaction.extent_files(row.id)
     workshop.space.sweep()
+    file = workshop.row_files.take(known, reservation)
     return RowsSession(workshop, header, row.id, tensor, reservation, file)
 
 
@@ -726,15 +774,8 @@ def outgrown(row: PrefixRow) -> dict[str, str]:
     return {"file_layout": row.layout, "file_row_counts": json.dumps(own_row_counts(row))}
 
 
-def forget_tokens(transaction: Transaction, row: PrefixRow) -> None:
-    """Takes a prefix out of the match index: its rows are no longer what its tokens say."""
-    token_ids = transaction.token_ids(row.id)
-    if token_ids:
-        transaction.remove_nodes(row.id, nodes(row.tenant, row.model_id, row.fidelity, token_ids))
-        transaction.set_token_ids(row.id, b"")
-
-
-def _check_not_shared(transaction: Transaction, row: PrefixRow, first_row: int) -> None:
+def check_not_shared(transaction: Transaction, row: PrefixRow, first_row: int) -> None:
+    """Raises InvalidRequest if a child shares rows from `first_row` on."""
     for child in transaction.children(row.id):
         if child.base > first_row:
             raise InvalidRequest(

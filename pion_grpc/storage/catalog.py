@@ -81,6 +81,7 @@ CREATE TABLE extent (
   prefix INTEGER NOT NULL REFERENCES prefix (id), tensor INTEGER NOT NULL, serial INTEGER NOT NULL,
   first_row INTEGER NOT NULL, row_count INTEGER NOT NULL,
   file TEXT NOT NULL, offset INTEGER NOT NULL, checksums BLOB NOT NULL,
+  boot TEXT,                              -- boot under which it was written unsynced; NULL: on disk
   PRIMARY KEY (prefix, tensor, serial)
 ) WITHOUT ROWID;
 CREATE TABLE lease (
@@ -183,6 +184,8 @@ class ExtentRow(NamedTuple):
     file: str
     offset: int
     checksums: bytes
+    boot: str | None = None
+    """Boot under which it was written unsynced; None: on disk."""
 
 
 class BlockTableRow(NamedTuple):
@@ -249,7 +252,8 @@ class Catalog:
     def write(self, *, on_disk: bool = False) -> Iterator["Transaction"]:
         """A write transaction: committed as a whole at the end, or not at all.
 
-        With `on_disk` the commit is on stable storage when it returns, and every earlier one too.
+        With `on_disk` the commit is on stable storage when it returns, and every earlier one too:
+        also if this one has nothing else to write.
 
         Raises:
             DiskFull: the database cannot grow.
@@ -259,7 +263,10 @@ class Catalog:
                 connection.execute("PRAGMA synchronous = " + ("FULL" if on_disk else "NORMAL"))
                 connection.execute("BEGIN IMMEDIATE")
                 try:
-                    yield Transaction(connection)
+                    transaction = Transaction(connection)
+                    if on_disk:
+                        transaction.next("clock")  # a commit that writes nothing would sync nothing
+                    yield transaction
                     connection.execute("COMMIT")
                 finally:
                     if connection.in_transaction:
@@ -546,7 +553,7 @@ class Transaction:
     def extents(self, prefix: int) -> list[ExtentRow]:
         """Returns the extents of a live prefix, by tensor, in order of writing."""
         rows = self.all(
-            "SELECT tensor, serial, first_row, row_count, file, offset, checksums FROM extent"
+            f"SELECT {', '.join(ExtentRow._fields)} FROM extent"
             " WHERE prefix = ? ORDER BY tensor, serial",
             (prefix,),
         )
@@ -557,11 +564,23 @@ class Transaction:
         rows = self.all("SELECT DISTINCT file FROM extent WHERE prefix = ?", (prefix,))
         return [row[0] for row in rows]
 
+    def unsynced_files(self, prefix: int) -> list[str]:
+        """Returns the row files of a prefix that may not be on stable storage."""
+        rows = self.all(
+            "SELECT DISTINCT file FROM extent WHERE prefix = ? AND boot IS NOT NULL", (prefix,)
+        )
+        return [row[0] for row in rows]
+
+    def mark_synced(self, prefix: int) -> None:
+        """Notes that all of a prefix is on stable storage."""
+        self.update(prefix, boot=None)
+        self.run("UPDATE extent SET boot = NULL WHERE prefix = ? AND boot IS NOT NULL", (prefix,))
+
     def add_extent(self, prefix: int, extent: ExtentRow) -> None:
         """Adds an extent; its serial is chosen here, after all others of its tensor."""
         self.run(
-            "INSERT INTO extent SELECT ?, ?, coalesce(max(serial), 0) + 1, ?, ?, ?, ?, ? FROM extent"
-            " WHERE prefix = ? AND tensor = ?",
+            "INSERT INTO extent SELECT ?, ?, coalesce(max(serial), 0) + 1, ?, ?, ?, ?, ?, ?"
+            " FROM extent WHERE prefix = ? AND tensor = ?",
             (prefix, extent.tensor, *extent[2:], prefix, extent.tensor),
         )
 
@@ -577,7 +596,7 @@ class Transaction:
         """Sets the extents of a prefix anew."""
         self.run("DELETE FROM extent WHERE prefix = ?", (prefix,))
         self._connection.executemany(
-            "INSERT INTO extent VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO extent VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             ((prefix, *extent) for extent in extents),
         )
 

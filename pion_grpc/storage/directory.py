@@ -16,6 +16,7 @@ remove it. Knows no keys and no rows.
 
 import fcntl
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from pathlib import Path
 from pion_grpc.errors import CannotStart
 
 HOST_TOKEN_BYTES = 32
+_WRITTEN = re.compile("[0-9a-f]{12}-")
 _NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "afpfs", "webdav", "9p", "fuse.sshfs", "ceph", "afs",
 }  # fmt: skip
@@ -95,6 +97,11 @@ class DataDirectory:
         """Yields the files that an instance wrote."""
         for directory in (self.segments, self.rows):
             yield from directory.glob(f"{instance}-*")
+
+    def written_files(self) -> Iterator[Path]:
+        """Yields the files that any instance wrote."""
+        for directory in (self.segments, self.rows):
+            yield from (path for path in directory.iterdir() if _WRITTEN.match(path.name))
 
     def resolve(self, name: str) -> Path:
         """Returns the path of a file that the catalogue names, such as `segments/x.safetensors`."""

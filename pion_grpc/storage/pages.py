@@ -27,6 +27,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.descriptor = -1
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, offset: int, size: int) -> bytes:
@@ -48,6 +49,10 @@ class OpenFile:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+    def __del__(self) -> None:
+        # For a stream that was planned, and given up before anybody began to read it.
+        self.close()
 
 
 class CheckedRun:
@@ -215,12 +220,26 @@ class RowFile:
             self._files.write(self._descriptor, data)
 
     def finish(self, *, on_disk: bool) -> bytes:
-        """Returns the checksums of the extent's pages; with `on_disk` it is on stable storage then."""
+        """Returns the checksums of the extent's pages; with `on_disk` it is on stable storage then.
+
+        Raises:
+            DiskFull: it cannot be written.
+        """
         if on_disk:
-            self._files.sync(self._descriptor)
-            if self._new:
+            with disk_errors(self._path):
+                self._files.sync(self._descriptor)
+                # Whoever made the file may not have needed its name on stable storage.
                 self._files.sync_directory(self._path.parent)
         return self._checksums.finish()
+
+    def discard(self) -> None:
+        """Takes the bytes of this extent back, and the file if it was made for them; closes it."""
+        if self._descriptor >= 0:
+            if self._new:
+                self._files.unlink(self._path)
+            else:
+                os.ftruncate(self._descriptor, self.offset)
+        self.close()
 
     def close(self) -> None:
         """Closes it; twice is once."""

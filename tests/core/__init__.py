@@ -1,0 +1,1 @@
+"""Tests of everything below the transports: store, match, space and recovery on real directories."""
