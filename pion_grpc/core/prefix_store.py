@@ -10,7 +10,6 @@ Reads never write: uses are noted in memory and flushed by `tick`.
 
 import contextlib
 import functools
-import json
 import os
 import secrets
 import threading
@@ -19,29 +18,20 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from pion_grpc.core.blobs import BlobStore
+from pion_grpc.core.live import RowsSession, begin_rows, seal
 from pion_grpc.core.matching import longest_match
 from pion_grpc.core.reading import (
     CorruptPrefix,
     Reading,
     chain_parts,
-    own_row_counts,
-    parts_of,
     segment_layout,
 )
 from pion_grpc.core.receipt import Ledger, Restore
 from pion_grpc.core.recovery import Recovery
-from pion_grpc.core.space import Space, keep_tokens
-from pion_grpc.core.storing import (
-    RowFileNames,
-    RowsSession,
-    StoreSession,
-    Workshop,
-    begin_rows,
-    begin_store,
-    check_not_shared,
-    outgrown,
-    sync_prefixes,
-)
+from pion_grpc.core.snapshots import Snapshots
+from pion_grpc.core.space import Space
+from pion_grpc.core.storing import StoreSession, begin_store
 from pion_grpc.core.values import (
     BlockTable,
     Durability,
@@ -65,6 +55,7 @@ from pion_grpc.core.values import (
     check_namespace,
     check_prefill,
 )
+from pion_grpc.core.workshop import RowFileNames, Workshop, sync_prefixes
 from pion_grpc.errors import (
     Corrupt,
     Evicted,
@@ -72,7 +63,6 @@ from pion_grpc.errors import (
     InvalidRequest,
     LayoutDiffers,
     NotStored,
-    OverBudget,
     RowsOutOfRange,
 )
 from pion_grpc.storage.catalog import (
@@ -86,17 +76,11 @@ from pion_grpc.storage.catalog import (
 )
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
-from pion_grpc.storage.pages import SegmentWriter
-from pion_grpc.storage.sides import Sides
 from pion_wire import limits
 from pion_wire.blocks import common_tokens, root_hash
 from pion_wire.layout import Layout, Side
-from pion_wire.segment import SegmentLayout
 
 Answer = TypeVar("Answer")
-
-SNAPSHOTS_MAX = 16
-"""Row snapshots of one prefix."""
 
 
 class Fetch(NamedTuple):
@@ -128,13 +112,6 @@ class _Opened(NamedTuple):
 
 class _OutOfDate(Exception):
     """What was read of a prefix is no longer so: ask again."""
-
-
-class _Snapshot(NamedTuple):
-    prefix: int
-    sides: str
-    row_counts: dict[int, int]
-    """By the tensor's key; one that has come since had none."""
 
 
 class PrefixStore:
@@ -172,12 +149,12 @@ class PrefixStore:
             boot,
         )
         """What the other halves of the core work with."""
+        self.blobs = BlobStore(self.workshop)
         self._lock = threading.Lock()
         self._uses: dict[tuple[int, str], None] = {}
         self._prefill_ms: dict[int, float] = {}
         self._checked: dict[str, tuple[int, int, int]] = {}
-        self._snapshots: dict[int, _Snapshot] = {}
-        self._snapshot_serial = 0
+        self.snapshots = Snapshots(self._catalog)
         self.space.bury_dead_instances()
         self.space.measure()
 
@@ -356,12 +333,13 @@ class PrefixStore:
                     rows.append(row)
             else:
                 rows = transaction.live(tenant)
-        return sum(self._seal(row) for row in rows if row.state == "live")
+        return sum(seal(self.workshop, row) for row in rows if row.state == "live")
 
     def sync(self) -> None:
         """Returns when everything acknowledged before is on stable storage."""
         with self._catalog.read() as transaction:
             unsynced = transaction.unsynced()
+        self.blobs.sync()
         sync_prefixes(self.workshop, unsynced)
 
     # -- fetching
@@ -468,89 +446,6 @@ class PrefixStore:
             reading.close()
             return None
         return reading.served_layout, self._scattered(reading, rows)
-
-    # -- snapshots of live rows
-
-    def snapshot(self, tenant: str, namespace: str, sides: str = "kv") -> int:
-        """Remembers how many rows each tensor of these sides has; returns the snapshot's id.
-
-        Raises:
-            NotStored: the prefix is not stored.
-            OverBudget: it has 16 snapshots of these sides already.
-        """
-        row = self._named(tenant, namespace)
-        with self._lock:
-            held = sum(
-                (snapshot.prefix, snapshot.sides) == (row.id, sides)
-                for snapshot in self._snapshots.values()
-            )
-            if held >= SNAPSHOTS_MAX:
-                raise OverBudget(f"{namespace!r} has {SNAPSHOTS_MAX} snapshots: release one")
-            self._snapshot_serial += 1
-            counts = {
-                tensor.key: count
-                for tensor, count in zip(
-                    Layout.from_json(row.layout).tensors, own_row_counts(row), strict=True
-                )
-                if tensor.side.value in sides
-            }
-            self._snapshots[self._snapshot_serial] = _Snapshot(row.id, sides, counts)
-            return self._snapshot_serial
-
-    def restore_snapshot(
-        self, tenant: str, namespace: str, snapshot_id: int, sides: str = "kv"
-    ) -> int:
-        """Cuts every tensor that has grown since back to a snapshot; returns the generation.
-
-        Raises:
-            NotStored: the prefix, or the snapshot, is unknown.
-            InvalidRequest: a child shares rows that would go.
-        """
-        with self._lock:
-            snapshot = self._snapshots.get(snapshot_id)
-        with self._catalog.write() as transaction:
-            row = transaction.by_name(tenant, namespace)
-            if row is None:
-                raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
-            if snapshot is None or (snapshot.prefix, snapshot.sides) != (row.id, sides):
-                raise NotStored(f"{namespace!r} has no snapshot {snapshot_id}", namespace=namespace)
-            kept = []
-            counts = own_row_counts(row)
-            sides_table = Sides(transaction)
-            for tensor, now in zip(Layout.from_json(row.layout).tensors, counts, strict=True):
-                mine = tensor.side.value in sides
-                kept.append(min(now, snapshot.row_counts.get(tensor.key, 0)) if mine else now)
-                if now > kept[-1]:
-                    begin = row.base + kept[-1]
-                    hole = ExtentRow(tensor.key, 0, begin, now - kept[-1], "", 0, b"")
-                    transaction.add_extent(row.id, hole)
-                    cut = now - kept[-1]
-                    sides_table.resized(row.id, tensor.side.value, -cut, -cut * tensor.row_bytes)
-            if tuple(kept) == counts:
-                return row.generation
-            count = row.base + min(kept, default=0)
-            check_not_shared(transaction, row, count)
-            keep_tokens(transaction, row, count, row.fidelity)
-            transaction.update(
-                row.id,
-                state="live",
-                row_counts=json.dumps(kept),
-                token_count=count,
-                **outgrown(row),
-            )
-            return transaction.new_generation(row.id)
-
-    def release_snapshot(
-        self, tenant: str, namespace: str, snapshot_id: int, sides: str = "kv"
-    ) -> bool:
-        """Forgets a snapshot and keeps the rows; says whether it was known."""
-        row = self._named(tenant, namespace)
-        with self._lock:
-            known = self._snapshots.get(snapshot_id)
-            if known is None or (known.prefix, known.sides) != (row.id, sides):
-                return False
-            del self._snapshots[snapshot_id]
-            return True
 
     # -- housekeeping
 
@@ -738,14 +633,6 @@ class PrefixStore:
             raise Evicted("the lease has ended: look the prefix up again")
         return row
 
-    def _named(self, tenant: str, namespace: str) -> PrefixRow:
-        check_namespace(namespace)
-        with self._catalog.read() as transaction:
-            row = transaction.by_name(tenant, namespace)
-        if row is None:
-            raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
-        return row
-
     def _lease(self, row: PrefixRow, lease_ms: int) -> bytes:
         if not lease_ms:
             return b""
@@ -806,92 +693,6 @@ class PrefixStore:
             for start in range(0, len(rows), per_chunk):
                 wanted = rows[start : start + per_chunk].tolist()
                 yield b"".join(reading.row(0, row) for row in wanted)
-
-    def _seal(self, row: PrefixRow) -> bool:
-        """Writes a live prefix as a segment; False if somebody was writing to it."""
-        self._recovery.make_sound(row.tenant, row.namespace)
-        with self._catalog.write() as transaction:
-            now = transaction.by_id(row.id)
-            if (
-                now is None
-                or not now.visible
-                or now.state != "live"
-                or transaction.is_reserved(row.id)
-            ):
-                return False
-            row = now
-            chain = transaction.chain(row)
-            extents = transaction.extents(row.id)
-            token_ids = transaction.token_ids(row.id)
-            parent = chain[-2].namespace if len(chain) > 1 else ""
-            counts = own_row_counts(row)
-            segment = SegmentLayout(
-                layout=Layout.from_json(row.layout),
-                row_counts=counts,
-                token_count=len(token_ids) // 4,
-                model_id=row.model_id,
-                base=row.base,
-                parent=parent,
-                parts=parts_of(row),
-            )
-            *_, last = segment.entries()
-            size = len(segment.header()) + last.end
-            reservation = transaction.reserve(self.directory.instance, row.tenant, row.id, size)
-            self.space.make_room(transaction, row.tenant, size)
-        self.space.sweep()
-        name = f"segments/{self.directory.instance}-{row.id}-{reservation}.safetensors"
-        writer, sealed = None, False
-        try:
-            writer = SegmentWriter(self.workshop.files, self.directory.resolve(name), segment)
-            query = FetchQuery(row.namespace)
-            whole = RowRange(row.base, row.base + max(counts, default=0))
-            reading = Reading(self.directory, chain, extents, query, whole)
-            with contextlib.closing(reading):
-                for piece in reading.stream_own(row.base, counts):
-                    writer.write(piece)
-            writer.write(token_ids)
-            writer.finish(on_disk=True)
-            sync_prefixes(self.workshop, [link for link in chain[:-1] if link.boot is not None])
-            with self._catalog.write(on_disk=True) as transaction:
-                transaction.release(reservation)
-                now = transaction.by_id(row.id)
-                untouched = now is not None and (now.generation, now.row_counts) == (
-                    row.generation,
-                    row.row_counts,
-                )
-                if not untouched or transaction.is_reserved(row.id):
-                    self.space.collect(transaction, row.id)
-                    return False
-                old = [file for file in transaction.extent_files(row.id) if file]
-                old += [row.file] if row.file else []
-                for index, file in enumerate(old):
-                    transaction.add_garbage(file, 0 if index else row.disk_bytes)
-                transaction.replace_extents(row.id, [])
-                uniform = len(set(counts)) <= 1
-                transaction.update(
-                    row.id,
-                    state="sealed",
-                    file=name,
-                    file_tokens=segment.token_count,
-                    file_layout=None,
-                    file_row_counts="",
-                    row_counts="" if uniform else json.dumps(list(counts)),
-                    disk_bytes=writer.file_bytes,
-                    durability=Durability.DISK.value,
-                    boot=None,
-                )
-            sealed = True
-        except CorruptPrefix as error:
-            self.space.take_out(error)
-            raise
-        finally:
-            if not sealed:
-                if writer is not None:
-                    writer.abandon()
-                self.workshop.files.unlink(self.directory.resolve(name))
-                self.space.end_reservation(reservation, row.id)
-        self.space.sweep()
-        return True
 
     def _take_out_missing(self, chain: list[PrefixRow], extents: list[ExtentRow]) -> None:
         """Takes out the first prefix of a chain whose file is gone."""

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from pion_grpc.core.declaration import Declaration, LayerSpec
+from pion_grpc.core.live import outgrown
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Reading, own_row_counts
 from pion_grpc.core.receipt import Restore
 from pion_grpc.core.space import keep_tokens
-from pion_grpc.core.storing import outgrown
 from pion_grpc.core.values import (
     BlockTable,
     FetchQuery,
@@ -382,17 +382,17 @@ class Sessions:
     def snapshot(self, tenant: str, sid: str) -> int:
         """Remembers the rows of every layer, in memory; raises as `PrefixStore.snapshot` does."""
         namespace, side = self._known(tenant, sid)
-        return self._store.snapshot(tenant, namespace, side.value)
+        return self._store.snapshots.take(tenant, namespace, side.value)
 
     def restore(self, tenant: str, sid: str, snapshot: int) -> None:
-        """Cuts layers that have grown since; raises as `PrefixStore.restore_snapshot` does."""
+        """Cuts layers that have grown since; raises as `Snapshots.restore` does."""
         namespace, side = self._known(tenant, sid)
-        self._store.restore_snapshot(tenant, namespace, snapshot, side.value)
+        self._store.snapshots.restore(tenant, namespace, snapshot, side.value)
 
     def release(self, tenant: str, sid: str, snapshot: int) -> bool:
         """Forgets a snapshot and keeps the rows; says whether it was known."""
         namespace, side = self._known(tenant, sid)
-        return self._store.release_snapshot(tenant, namespace, snapshot, side.value)
+        return self._store.snapshots.release(tenant, namespace, snapshot, side.value)
 
     def save(self) -> bool:
         """Seals what is live, of all tenants, on stable storage; False if there is nothing at all."""

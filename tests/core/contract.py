@@ -601,12 +601,12 @@ class StoreContract:
         store.register(TENANT, "p", SMALL)
         for side in Side:
             write(store, "p", 0, b"a" * 160, side=side)
-        snapshot = store.snapshot(TENANT, "p")
+        snapshot = store.snapshots.take(TENANT, "p")
         for _ in range(2):
             for side in Side:
                 write(store, "p", 10, b"b" * 80, side=side)
             before = look(store, "p").prefix
-            generation = store.restore_snapshot(TENANT, "p", snapshot)
+            generation = store.snapshots.restore(TENANT, "p", snapshot)
             assert before is not None
             assert generation != before.generation
             assert rows_of(store, "p") == dict.fromkeys((0, 1), b"a" * 160)
@@ -620,13 +620,13 @@ class StoreContract:
     def test_a_restored_snapshot_leaves_shorter_tensors_alone(self, store: PrefixStore) -> None:
         store.register(TENANT, "p", SMALL)
         write(store, "p", 0, b"k" * 160, side=Side.K)
-        snapshot = store.snapshot(TENANT, "p")
-        generation = store.restore_snapshot(TENANT, "p", snapshot)
+        snapshot = store.snapshots.take(TENANT, "p")
+        generation = store.snapshots.restore(TENANT, "p", snapshot)
         info = look(store, "p").prefix
         assert info is not None
         assert info.generation == generation
         write(store, "p", 0, b"v" * 320, side=Side.V)
-        store.restore_snapshot(TENANT, "p", snapshot)
+        store.snapshots.restore(TENANT, "p", snapshot)
         found = store.read_rows(TENANT, "p", 0, Side.K, np.array([9], dtype="<u4"))
         assert found is not None
         assert b"".join(found[1]) == b"k" * 16
@@ -636,39 +636,39 @@ class StoreContract:
         store.register(TENANT, "p", SMALL, MODEL)
         store.drop(TENANT, ["p"])
         put(store, "p", PROMPT[: 4 * 100])
-        snapshot = store.snapshot(TENANT, "p")
+        snapshot = store.snapshots.take(TENANT, "p")
         put(store, "p2", PROMPT)
-        snapshot2 = store.snapshot(TENANT, "p2")
+        snapshot2 = store.snapshots.take(TENANT, "p2")
         for index, side in enumerate(Side):
             write(store, "p2", 200, true_rows(SMALL, LONGER, index)[3200:], side=side)
         put(store, "c", LONGER, parent="p", base=100)
-        store.restore_snapshot(TENANT, "p", snapshot)
-        store.restore_snapshot(TENANT, "p2", snapshot2)
+        store.snapshots.restore(TENANT, "p", snapshot)
+        store.snapshots.restore(TENANT, "p2", snapshot2)
         assert_truth(store, "c", LONGER)
         assert_truth(store, "p2", PROMPT)
 
     def test_cut_rows_are_not_found_by_their_tokens(self, store: PrefixStore) -> None:
         store.register(TENANT, "p", SMALL, MODEL)
-        snapshot = store.snapshot(TENANT, "p")
+        snapshot = store.snapshots.take(TENANT, "p")
         with pytest.raises(NotStored):
-            store.restore_snapshot(TENANT, "absent", snapshot)
+            store.snapshots.restore(TENANT, "absent", snapshot)
         with pytest.raises(NotStored):
-            store.restore_snapshot(TENANT, "p", snapshot + 1)
-        assert store.release_snapshot(TENANT, "p", snapshot)
-        assert not store.release_snapshot(TENANT, "p", snapshot)
+            store.snapshots.restore(TENANT, "p", snapshot + 1)
+        assert store.snapshots.release(TENANT, "p", snapshot)
+        assert not store.snapshots.release(TENANT, "p", snapshot)
         with pytest.raises(NotStored):
-            store.restore_snapshot(TENANT, "p", snapshot)
+            store.snapshots.restore(TENANT, "p", snapshot)
 
     def test_snapshots_end_with_their_prefix_and_are_few(self, store: PrefixStore) -> None:
         put(store, "p", PROMPT)
-        held = [store.snapshot(TENANT, "p") for _ in range(16)]
+        held = [store.snapshots.take(TENANT, "p") for _ in range(16)]
         with pytest.raises(OverBudget):
-            store.snapshot(TENANT, "p")
+            store.snapshots.take(TENANT, "p")
         put(store, "p", LONGER, replace=True)
         with pytest.raises(NotStored):
-            store.restore_snapshot(TENANT, "p", held[0])
-        assert not store.release_snapshot(TENANT, "p", held[0])
-        assert store.snapshot(TENANT, "p") not in held
+            store.snapshots.restore(TENANT, "p", held[0])
+        assert not store.snapshots.release(TENANT, "p", held[0])
+        assert store.snapshots.take(TENANT, "p") not in held
 
     # -- durability
 

@@ -1,0 +1,358 @@
+"""Live prefixes: rows written into one tensor at a time, and sealed into a segment.
+
+Each batch of rows is one extent, named in one transaction; a later one supersedes. A row file has one
+writer at a time, and no prefix is sealed while somebody writes to it: the reservation says so.
+"""
+
+import bisect
+import contextlib
+import json
+from collections.abc import Sequence
+
+from pion_grpc.core.declaration import Declaration
+from pion_grpc.core.order import RowOrder
+from pion_grpc.core.reading import (
+    CorruptPrefix,
+    Reading,
+    own_row_counts,
+    parts_of,
+)
+from pion_grpc.core.space import keep_tokens
+from pion_grpc.core.values import (
+    Durability,
+    FetchQuery,
+    RowRange,
+    RowsWritten,
+    WriteRowsHeader,
+)
+from pion_grpc.core.workshop import Workshop, sync_files, sync_prefixes
+from pion_grpc.errors import (
+    InvalidRequest,
+    LayoutDiffers,
+    NotStored,
+)
+from pion_grpc.storage.catalog import (
+    ExtentRow,
+    PrefixRow,
+    Transaction,
+)
+from pion_grpc.storage.pages import RowFile, SegmentWriter
+from pion_grpc.storage.sides import Sides
+from pion_wire.framing import RowChunk
+from pion_wire.layout import Layout, Side, TensorLayout
+from pion_wire.segment import SegmentLayout
+
+
+class RowsSession:
+    """Rows being written into one tensor of a live prefix. Publish or abandon it."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        header: WriteRowsHeader,
+        prefix: int,
+        tensor: TensorLayout,
+        reservation: int,
+        file: str,
+    ) -> None:
+        self.tensor = tensor
+        """How the rows are stored."""
+        self._workshop = workshop
+        self._header = header
+        self._prefix = prefix
+        self._reservation = reservation
+        self._ended = False
+        end = header.first_row + header.row_count
+        self._order = RowOrder(Layout((tensor,)), header.first_row, end)
+        self._bytes = header.row_count * tensor.row_bytes
+        self._came_whole = False
+        self._name = file
+        try:
+            self._file = RowFile(workshop.files, workshop.directory.resolve(file))
+        except BaseException:
+            workshop.row_files.give_back(file)
+            workshop.space.end_reservation(reservation, prefix)
+            raise
+
+    def write(self, chunk: RowChunk) -> None:
+        """Takes the next chunk; raises as `StoreSession.write` does."""
+        self._order.accept(chunk)
+        self._file.write(chunk.data)
+
+    def write_arrays(self, arrays: Sequence[memoryview]) -> None:
+        """Takes all rows at once, as the bytes of the tensor's arrays.
+
+        Raises:
+            DiskFull: they cannot be written.
+        """
+        sizes = [self._header.row_count * array.row_bytes for array in self.tensor.arrays]
+        assert [len(array) for array in arrays] == sizes, "rows of another tensor"
+        for array in arrays:
+            self._file.write(array)
+        self._came_whole = True
+
+    def publish(self) -> RowsWritten:
+        """Makes the rows visible, all of them at once.
+
+        Raises:
+            InvalidRequest: rows are missing.
+            NotStored, LayoutDiffers: the prefix was dropped meanwhile, or declared anew.
+            DiskFull: they cannot be written.
+        """
+        if not (self._came_whole or self._order.complete):
+            raise InvalidRequest("rows", "the stream ended before all declared rows came")
+        header, on_disk = self._header, self._header.durability is Durability.DISK
+        workshop = self._workshop
+        checksums = self._file.finish(on_disk=on_disk)
+        if on_disk:
+            self._sync_rest()
+        extent = ExtentRow(
+            self.tensor.key,
+            0,
+            header.first_row,
+            header.row_count,
+            self._name,
+            self._file.offset,
+            checksums,
+            None if on_disk else workshop.boot,
+        )
+        try:
+            with workshop.catalog.write(on_disk=on_disk) as transaction:
+                written = self._publish(transaction, extent, on_disk=on_disk)
+        except BaseException:
+            self.abandon()
+            raise
+        self._ended = True
+        self._file.close()
+        workshop.row_files.give_back(self._name)
+        return written
+
+    def abandon(self) -> None:
+        """Removes what was written and ends the reservation. Harmless after the end, and twice."""
+        if self._ended:
+            return
+        self._ended = True
+        self._file.discard()
+        self._workshop.row_files.give_back(self._name)
+        self._workshop.space.end_reservation(self._reservation, self._prefix)
+
+    def _sync_rest(self) -> None:
+        """Syncs what these rows are served with: those written before, and the parents'."""
+        with self._workshop.catalog.read() as transaction:
+            row = transaction.by_id(self._prefix)
+            chain = transaction.chain(row) if row is not None else []
+        unsynced = [prefix for prefix in chain if prefix.boot is not None]
+        if unsynced:
+            sync_prefixes(self._workshop, unsynced)
+
+    def _publish(
+        self, transaction: Transaction, extent: ExtentRow, *, on_disk: bool
+    ) -> RowsWritten:
+        row = transaction.by_id(self._prefix)
+        if row is None or not row.visible:
+            raise NotStored(
+                f"{self._header.namespace!r} was dropped meanwhile",
+                namespace=self._header.namespace,
+            )
+        if on_disk:  # usually nothing: they were synced before this transaction began
+            sync_files(self._workshop, transaction.unsynced_files(row.id))
+        transaction.release(self._reservation)
+        index, layout, counts = with_tensor(transaction, row, self.tensor)
+        end = extent.first_row + extent.row_count
+        had = row.base + counts[index]
+        counts[index] = max(had, end) - row.base
+        overwrites = extent.first_row < had
+        if overwrites:
+            check_not_shared(transaction, row, extent.first_row)
+        kept = min(extent.first_row, row.base + min(counts))
+        keep_tokens(transaction, row, kept, layout.fidelity)
+        transaction.add_extent(row.id, extent)
+        grown = max(end - had, 0)
+        Sides(transaction).resized(
+            row.id, self.tensor.side.value, grown, grown * self.tensor.row_bytes
+        )
+        if layout.to_json() != row.layout:
+            transaction.update(row.id, layout=layout.to_json(), fidelity=layout.fidelity)
+        transaction.update(
+            row.id,
+            state="live",
+            row_counts=json.dumps(counts),
+            token_count=row.base + min(counts),
+            disk_bytes=row.disk_bytes + self._bytes,
+            boot=row.boot if on_disk else self._workshop.boot,
+            **outgrown(row),
+        )
+        transaction.stamp([(row.id, self.tensor.side.value)])
+        generation = transaction.new_generation(row.id) if overwrites else row.generation
+        return RowsWritten(row.base + counts[index], generation, self._header.durability)
+
+
+def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> RowsSession:
+    """Plans rows: checks the prefix and its tensor, and reserves their bytes.
+
+    Raises:
+        NotStored: the prefix is neither registered nor stored.
+        LayoutDiffers: it neither has such a tensor nor declares one.
+        InvalidRequest: the rows belong to a parent, or a child shares them.
+        OverBudget, OverQuota: there is no room.
+    """
+    workshop.recovery.make_sound(tenant, header.namespace)
+    with workshop.catalog.write() as transaction:
+        row = transaction.by_name(tenant, header.namespace)
+        if row is None:
+            raise NotStored(
+                f"{header.namespace!r} is not stored: register it first", namespace=header.namespace
+            )
+        if header.first_row < row.base:
+            raise InvalidRequest("first_row", f"the rows before {row.base} belong to its parent")
+        tensor = tensor_of(transaction, row, header.slot, header.side)
+        if tensor is None:
+            raise LayoutDiffers(
+                f"{header.namespace!r} has no {header.side.value}.{header.slot}",
+                namespace=header.namespace,
+            )
+        index, _, counts = with_tensor(transaction, row, tensor)
+        if header.first_row < row.base + counts[index]:
+            check_not_shared(transaction, row, header.first_row)
+        size = header.row_count * tensor.row_bytes
+        reservation = transaction.reserve(workshop.directory.instance, tenant, row.id, size)
+        workshop.space.make_room(transaction, tenant, size)
+        known = transaction.extent_files(row.id)
+    workshop.space.sweep()
+    file = workshop.row_files.take(known, reservation)
+    return RowsSession(workshop, header, row.id, tensor, reservation, file)
+
+
+def tensor_of(
+    transaction: Transaction, row: PrefixRow, slot: int, side: Side
+) -> TensorLayout | None:
+    """Returns the tensor that a prefix has, or would have if rows of it came."""
+    for tensor in Layout.from_json(row.layout).tensors:
+        if (tensor.slot, tensor.side) == (slot, side):
+            return tensor
+    declared = Sides(transaction).of(row.id).get(side.value)
+    return Declaration.from_json(declared).tensor(slot, side) if declared else None
+
+
+def with_tensor(
+    transaction: Transaction, row: PrefixRow, tensor: TensorLayout
+) -> tuple[int, Layout, list[int]]:
+    """Returns the place of a tensor, the layout that has it, and the rows of each of its tensors.
+
+    Raises:
+        NotStored, LayoutDiffers: the prefix neither has it nor declares it, or something else there.
+    """
+    tensors = list(Layout.from_json(row.layout).tensors)
+    counts = list(own_row_counts(row))
+    if tensor in tensors:
+        return tensors.index(tensor), Layout(tuple(tensors)), counts
+    known = tensor_of(transaction, row, tensor.slot, tensor.side)
+    if known is None:
+        raise NotStored(f"{row.namespace!r} was dropped meanwhile", namespace=row.namespace)
+    if known != tensor:
+        raise LayoutDiffers(
+            f"{tensor.name} of {row.namespace!r} is something else now", namespace=row.namespace
+        )
+    index = bisect.bisect([other.key for other in tensors], tensor.key)
+    tensors.insert(index, tensor)
+    counts.insert(index, 0)
+    return index, Layout(tuple(tensors)), counts
+
+
+def outgrown(row: PrefixRow) -> dict[str, str]:
+    """Returns the columns to set before a prefix gets other rows or tensors than its segment has."""
+    if row.file is None or row.file_layout is not None:
+        return {}
+    return {"file_layout": row.layout, "file_row_counts": json.dumps(own_row_counts(row))}
+
+
+def check_not_shared(transaction: Transaction, row: PrefixRow, first_row: int) -> None:
+    """Raises InvalidRequest if a child shares rows from `first_row` on."""
+    for child in transaction.children(row.id):
+        if child.base > first_row:
+            raise InvalidRequest(
+                "first_row",
+                f"{child.namespace!r} shares the rows before {child.base}: drop it first",
+            )
+
+
+def seal(workshop: Workshop, row: PrefixRow) -> bool:
+    """Writes a live prefix as a segment; False if somebody was writing to it."""
+    workshop.recovery.make_sound(row.tenant, row.namespace)
+    with workshop.catalog.write() as transaction:
+        now = transaction.by_id(row.id)
+        if now is None or not now.visible or now.state != "live" or transaction.is_reserved(row.id):
+            return False
+        row = now
+        chain = transaction.chain(row)
+        extents = transaction.extents(row.id)
+        token_ids = transaction.token_ids(row.id)
+        parent = chain[-2].namespace if len(chain) > 1 else ""
+        counts = own_row_counts(row)
+        segment = SegmentLayout(
+            layout=Layout.from_json(row.layout),
+            row_counts=counts,
+            token_count=len(token_ids) // 4,
+            model_id=row.model_id,
+            base=row.base,
+            parent=parent,
+            parts=parts_of(row),
+        )
+        *_, last = segment.entries()
+        size = len(segment.header()) + last.end
+        reservation = transaction.reserve(workshop.directory.instance, row.tenant, row.id, size)
+        workshop.space.make_room(transaction, row.tenant, size)
+    workshop.space.sweep()
+    name = f"segments/{workshop.directory.instance}-{row.id}-{reservation}.safetensors"
+    writer, sealed = None, False
+    try:
+        writer = SegmentWriter(workshop.files, workshop.directory.resolve(name), segment)
+        query = FetchQuery(row.namespace)
+        whole = RowRange(row.base, row.base + max(counts, default=0))
+        reading = Reading(workshop.directory, chain, extents, query, whole)
+        with contextlib.closing(reading):
+            for piece in reading.stream_own(row.base, counts):
+                writer.write(piece)
+        writer.write(token_ids)
+        writer.finish(on_disk=True)
+        sync_prefixes(workshop, [link for link in chain[:-1] if link.boot is not None])
+        with workshop.catalog.write(on_disk=True) as transaction:
+            transaction.release(reservation)
+            now = transaction.by_id(row.id)
+            untouched = now is not None and (now.generation, now.row_counts) == (
+                row.generation,
+                row.row_counts,
+            )
+            if not untouched or transaction.is_reserved(row.id):
+                workshop.space.collect(transaction, row.id)
+                return False
+            old = [file for file in transaction.extent_files(row.id) if file]
+            old += [row.file] if row.file else []
+            for index, file in enumerate(old):
+                transaction.add_garbage(file, 0 if index else row.disk_bytes)
+            transaction.replace_extents(row.id, [])
+            uniform = len(set(counts)) <= 1
+            transaction.update(
+                row.id,
+                state="sealed",
+                file=name,
+                file_tokens=segment.token_count,
+                file_layout=None,
+                file_row_counts="",
+                row_counts="" if uniform else json.dumps(list(counts)),
+                disk_bytes=writer.file_bytes,
+                durability=Durability.DISK.value,
+                boot=None,
+            )
+        sealed = True
+    except CorruptPrefix as error:
+        workshop.space.take_out(error)
+        raise
+    finally:
+        if not sealed:
+            if writer is not None:
+                writer.abandon()
+            workshop.files.unlink(workshop.directory.resolve(name))
+            workshop.space.end_reservation(reservation, row.id)
+    workshop.space.sweep()
+    return True
