@@ -42,15 +42,15 @@ TRIES_MAX = 3
 """A read that brings nothing is tried this often in all."""
 STREAM_TIMEOUT_S = 3_600.0
 """The deadline of a stream without one of its own: 16 GiB at 5 MB/s; dead ones end sooner."""
-_PAUSE_S = 0.05
+_PAUSE_S = 0.1
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # The window of a stream, and its frames: what a fast network can have in flight.
     ("grpc.http2.lookahead_bytes", 16 << 20),
     ("grpc.http2.max_frame_size", CHUNK_BYTES_MAX),
-    # A server that comes back is found at once, not after up to two minutes.
+    # A server that comes back is found at once, not after up to two minutes: sooner than tries end.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 200),
     # Otherwise the channel of a forked child would be the parent's connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -233,9 +233,8 @@ def pause(error: PionError, attempt: int, deadline: Deadline) -> bool:
     wait_s = may_ask_again(error)
     if wait_s is None:
         return False
-    wait_s = wait_s or _PAUSE_S * 2**attempt * (
-        0.5 + random.random()
-    )  # spread, so that clients do not come back in step
+    # Spread, so that clients do not come back in step.
+    wait_s = wait_s or _PAUSE_S * attempt * (1 + random.random() / 2)
     if wait_s >= deadline.remaining_s:
         return False
     time.sleep(wait_s)

@@ -12,6 +12,7 @@ caller streams instead, and says why.
 """
 
 import contextlib
+import functools
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -150,7 +151,8 @@ class Exported:
             raise CannotExport(f"{extent.file_name} is not laid out as announced")
         if header.segment.layout != layout:
             raise CannotExport(f"{extent.file_name} has another layout")
-        if extent.file_row + extent.row_count > min(header.segment.row_counts, default=0):
+        rows_end = extent.file_row + extent.row_count
+        if any(rows_end > row_count for row_count in header.segment.row_counts):
             raise CannotExport(f"{extent.file_name} has fewer rows than announced")
         return _Extent(descriptor, header, extent.file_row, extent.row_count, extent.first_row)
 
@@ -176,7 +178,7 @@ class Exported:
     def _mostly_used(self) -> bool:
         """Whether MLX, which reads whole tensors, would read little that is not asked for."""
         used = sum(extent.row_count for extent in self._extents)
-        held = sum(max(extent.header.segment.row_counts) for extent in self._extents)
+        held = sum(max(extent.header.segment.row_counts, default=0) for extent in self._extents)
         whole = self.announced.layout == self.announced.prefix.layout
         return bool(self._extents) and whole and used >= held * _MOSTLY
 
@@ -226,6 +228,8 @@ class Exported:
 
 
 _MOSTLY = 0.5
+_parsed = functools.lru_cache(maxsize=32)(parse_header)
+"""Equal bytes mean equal headers; taking one of a large model apart costs a millisecond."""
 
 
 def _open_directory(path: str) -> int:
@@ -275,7 +279,7 @@ def _open_inside(directory: int, name: str) -> int:
 def _read_header(descriptor: int, name: str) -> SegmentHeader:
     try:
         length = header_length(os.pread(descriptor, 8, 0))
-        return parse_header(os.pread(descriptor, length, 8))
+        return _parsed(os.pread(descriptor, length, 8))
     except (SegmentError, OSError) as error:
         raise CannotExport(f"{name} is not a segment: {error}") from error
 

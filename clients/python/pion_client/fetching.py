@@ -83,6 +83,10 @@ class _Piece(NamedTuple):
     number: int
     """Among the tensors, or among the parts."""
     size: int
+    row_bytes: int
+    """1 for a part."""
+    first_row: int
+    """What the first row counts as; 0 for a part."""
 
 
 class Reception:
@@ -124,7 +128,7 @@ class Reception:
             request.resume_part_offset_bytes = self._filled
         else:
             request.resume_tensor_index = piece.number
-            request.resume_row = self._next_row(piece.tensor)
+            request.resume_row = self._next_row(piece)
 
     def take(self, message: bytes) -> None:
         """Takes the next message of a stream.
@@ -192,10 +196,19 @@ class Reception:
         self._parts = [np.empty(part.size_bytes, np.uint8) for part in announced.parts]
         self._pieces = [
             *(
-                _Piece(tensor, index, announced.row_count * tensor.row_bytes)
+                _Piece(
+                    tensor,
+                    index,
+                    announced.row_count * tensor.row_bytes,
+                    tensor.row_bytes,
+                    announced.rows[0],
+                )
                 for index, tensor in enumerate(announced.layout.tensors)
             ),
-            *(_Piece(None, index, part.size_bytes) for index, part in enumerate(announced.parts)),
+            *(
+                _Piece(None, index, part.size_bytes, 1, 0)
+                for index, part in enumerate(announced.parts)
+            ),
         ]
         self._open_piece()
 
@@ -205,17 +218,14 @@ class Reception:
         size = len(chunk.data)
         if not 0 < size <= piece.size - self._filled:
             raise BadAnswer(f"{size} bytes came where {piece.size - self._filled} are missing")
+        count, rest = divmod(size, piece.row_bytes)
         if piece.tensor is None:
-            got: tuple[Any, ...] = tuple(chunk)[:2] if isinstance(chunk, PartChunk) else ("rows",)
-            want: tuple[Any, ...] = (piece.number, self._filled)
+            want: tuple[Any, ...] = ("part", piece.number, self._filled)
         else:
-            count = size // piece.tensor.row_bytes
-            got = tuple(chunk)[:4] if isinstance(chunk, RowChunk) else ("part",)
-            want = (piece.number, 0, self._next_row(piece.tensor), count)
-            if size % piece.tensor.row_bytes:
-                raise BadAnswer(f"{size} bytes are not whole rows of {piece.tensor.name}")
-        if got != want:
-            raise BadAnswer(f"chunk {got} came where {want} was to be next")
+            want = ("rows", piece.number, 0, self._next_row(piece), count)
+        got = ("rows", *chunk[:4]) if isinstance(chunk, RowChunk) else ("part", *chunk[:2])
+        if got != want or rest:
+            raise BadAnswer(f"{size} bytes of {got} came where {want} was to be next")
         if crc32c(chunk.data) != chunk.crc32c:
             raise DamagedChunk("a chunk arrived with another checksum than it was sent with")
         self._room[self._filled : self._filled + size] = np.frombuffer(chunk.data, np.uint8)
@@ -227,9 +237,8 @@ class Reception:
             assert self.announced is not None
             self._progress(self.done_bytes, self.announced.total_bytes)
 
-    def _next_row(self, tensor: TensorLayout) -> int:
-        assert self.announced is not None
-        return self.announced.rows[0] + self._filled // tensor.row_bytes
+    def _next_row(self, piece: _Piece) -> int:
+        return piece.first_row + self._filled // piece.row_bytes
 
     def _open_piece(self) -> None:
         """Makes room for the next piece; those without bytes have no chunks."""

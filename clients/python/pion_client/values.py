@@ -5,6 +5,7 @@ unpacked where asked for: a long prompt as a list of Python integers takes ten t
 """
 
 import enum
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -276,9 +277,10 @@ def pack_hashes(hashes: "bytes | Sequence[int] | np.ndarray") -> bytes:
     if isinstance(hashes, bytes):
         packed = hashes
     else:
-        values = np.asarray(hashes) if len(hashes) else np.zeros(0, np.uint64)
-        if values.ndim != 1 or values.dtype.kind not in "iu" or (values.size and values.min() < 0):
-            raise ValueError("hashes must be a sequence of integers of 0 to 2**64 - 1")
+        try:  # one by one: NumPy makes floats of integers that fit only unsigned
+            values = np.fromiter(map(operator.index, hashes), np.uint64, len(hashes))
+        except (TypeError, OverflowError) as error:
+            raise ValueError("hashes must be integers of 0 to 2**64 - 1") from error
         packed = values.astype("<u8").tobytes()
     if len(packed) % 8 or len(packed) > 8 * limits.HASHES_MAX:
         raise ValueError(
