@@ -78,6 +78,18 @@ class Conflict(PionError):
     reason = "CONFLICT"
 
 
+class Cold(PionError):
+    """The attend entry is known but not resident."""
+
+    reason = "COLD"
+
+
+class Missing(PionError):
+    """The attend entry is unknown."""
+
+    reason = "MISSING"
+
+
 class OverBudget(PionError):
     """It would not fit into the server's budget."""
 

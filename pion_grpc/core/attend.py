@@ -1,0 +1,555 @@
+"""Attend: which K/V is resident beside the compute device, and queries over it.
+
+An entry is one (tenant, session, layer) and has one of three states. *Resident*: K and V are held by
+the backend, one copy however many clients ask. *Cold*: pushed out by the budgets; its shape is
+remembered, and which rows of which stored prefix it was made of, if it was. *Missing*: nothing is known.
+A query over a cold entry is refused as cold, or makes it resident again first if it says so: from the
+same rows, or not at all if they have changed since.
+
+The one decision: the lock is held for dictionary operations only. What the backend holds lives for as
+long as anybody has a reference, so an entry that is pushed out or replaced while a query runs is
+answered all the same, and nothing waits for arithmetic. The price is room: what is being loaded may
+take as much again as the budget, and no more, because it is reserved before memory is allocated for it.
+"""
+
+import contextlib
+import enum
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from pion_grpc.backends import Answer, Backend, QueryError, Resident, check
+from pion_grpc.core.attend_query import Ask
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.reading import Reading
+from pion_grpc.core.values import FetchQuery, check_namespace
+from pion_grpc.errors import (
+    ChecksumMismatch,
+    Cold,
+    GenerationDiffers,
+    InvalidRequest,
+    Missing,
+    NotStored,
+    OverBudget,
+    PionError,
+)
+from pion_wire.framing import PartChunk
+from pion_wire.layout import DType, Side
+
+Array = npt.NDArray[Any]
+
+ENTRIES_MAX = 256
+"""Entries resident at once; each layer of a session is one."""
+COLD_MAX = 1_024
+"""Cold entries remembered; the oldest are forgotten."""
+LAYER_MAX = (1 << 32) - 1
+LAYERS_MAX = 1_024
+"""Layers of one Lookup, or named by one Store."""
+
+
+class EntryState(enum.Enum):
+    """Where an entry stands."""
+
+    MISSING = "missing"
+    COLD = "cold"
+    RESIDENT = "resident"
+
+
+class Key(NamedTuple):
+    """The name of an entry."""
+
+    tenant: str
+    session: str
+    layer: int
+
+
+class Shape(NamedTuple):
+    """Heads, rows and values per head of an entry."""
+
+    heads: int
+    rows: int
+    head_dim: int
+
+    @property
+    def values(self) -> int:
+        """Values of K, and as many of V."""
+        return self.heads * self.rows * self.head_dim
+
+
+class Source(NamedTuple):
+    """A stored prefix whose rows become entries."""
+
+    namespace: str
+    heads: int = 0
+    """K/V heads or, on a grouped model, query heads; 0 takes the layout's."""
+    head_dim: int = 0
+    """Values per head; 0 takes the layout's."""
+    layers: frozenset[int] = frozenset()
+    """Empty means all."""
+
+
+class EntryInfo(NamedTuple):
+    """Where one entry stands, and its shape unless it is missing."""
+
+    layer: int
+    state: EntryState
+    shape: Shape = Shape(0, 0, 0)
+
+
+class Warmed(NamedTuple):
+    """What making a prefix resident came to."""
+
+    layers: int
+    skipped: int
+    """Layers that do not have the shape asked for."""
+    resident_bytes: int
+
+
+class Telemetry(NamedTuple):
+    """Counts for people who watch the server."""
+
+    warm: int
+    """Entries that are resident."""
+    cold: int
+    """Entries that are known but not resident."""
+    demotions: int
+    """Transitions from resident to cold since the start."""
+    rehydrates: int
+    """Transitions from cold to resident since the start."""
+    resident_bytes: int
+    """K and V that are resident. Block summaries come on top, at most a quarter of that."""
+
+
+class _Origin(NamedTuple):
+    """The rows that an entry was made of: `shape.rows` rows of a prefix at a generation."""
+
+    namespace: str
+    generation: int
+
+
+class _Entry(NamedTuple):
+    resident: Resident
+    origin: _Origin | None
+
+    @property
+    def shape(self) -> Shape:
+        held = self.resident
+        return Shape(held.heads, held.tokens, held.dim)
+
+
+class _Record(NamedTuple):
+    """What is remembered of an entry that was pushed out."""
+
+    shape: Shape
+    origin: _Origin | None
+
+
+class _Layer(NamedTuple):
+    """A layer of an opened prefix: where its K and V are among the tensors, and what they become."""
+
+    layer: int
+    k: int
+    v: int
+    shape: Shape
+
+
+class Attend:
+    """All operations on resident K/V; safe to use from many threads."""
+
+    def __init__(
+        self, backend: Backend, store: PrefixStore, budget_bytes: int, *, window: int = 0
+    ) -> None:
+        self.backend = backend
+        self.window = window
+        """Window of queries that do not name one; 0: all rows."""
+        self.budget_bytes = budget_bytes
+        self._store = store
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._cold: OrderedDict[Key, _Record] = OrderedDict()
+        self._bytes = 0
+        self._loading_bytes = 0
+        self._demotions = 0
+        self._rehydrates = 0
+
+    # -- making resident
+
+    def store_rows(self, key: Key, shape: Shape, k: memoryview, v: memoryview) -> Warmed:
+        """Makes rows resident: f32, head-major [heads][rows][head_dim] each.
+
+        Raises:
+            InvalidRequest: sizes contradict each other, or a value does not fit the residency's type.
+            OverBudget: it would not fit with everything else gone; what is resident stays.
+        """
+        for field, data in (("k", k), ("v", v)):
+            if len(data) != 4 * shape.values:
+                raise InvalidRequest(
+                    field, f"{len(data)} bytes are not the {4 * shape.values} of {tuple(shape)}"
+                )
+        check_key(key)
+        with self._reserved([shape]):
+            # Copies: a view would keep the whole message alive that the bytes came in.
+            return self._keep(key, _f32(k, shape).copy(), _f32(v, shape).copy())
+
+    def begin_rows(self, key: Key, shape: Shape) -> "Upload":
+        """Begins to take rows in chunks. Publish or abandon the upload. Raises as `store_rows` does."""
+        return Upload(self, key, shape)
+
+    def store_prefix(self, tenant: str, session: str, source: Source) -> Warmed:
+        """Makes the rows of a stored prefix resident: all layers at once, or none of them.
+
+        Entries are what the prefix holds now; they do not follow what happens to it later.
+
+        Raises:
+            NotStored: the prefix has no rows.
+            OverBudget: it would not fit with everything else gone.
+            Corrupt: a page of it is damaged.
+        """
+        check_key(Key(tenant, session, max(source.layers, default=0)))
+        if len(source.layers) > LAYERS_MAX:
+            raise InvalidRequest("layers", f"more than {LAYERS_MAX}", limit=LAYERS_MAX)
+        query = FetchQuery(
+            source.namespace,
+            slots=source.layers,
+            codecs=frozenset(),
+            raw_types=frozenset({DType.F32, DType.F16}),
+        )
+        return self._from_prefix(tenant, session, source, query)
+
+    # -- asking
+
+    def lookup(self, tenant: str, session: str, layers: list[int]) -> list[EntryInfo]:
+        """Says where entries stand; nothing moves."""
+        if len(layers) > LAYERS_MAX:
+            raise InvalidRequest("layers", f"more than {LAYERS_MAX}", limit=LAYERS_MAX)
+        keys = [Key(tenant, session, layer) for layer in layers]
+        for key in keys:
+            check_key(key)
+        with self._lock:
+            return [self._info(key) for key in keys]
+
+    def drop(self, tenant: str, session: str, layer: int | None = None) -> int:
+        """Forgets entries, resident and cold; returns how many."""
+        check_key(Key(tenant, session, layer or 0))
+        with self._lock:
+            doomed = [
+                key
+                for key in (*self._entries, *self._cold)
+                if key[:2] == (tenant, session) and layer in (None, key.layer)
+            ]
+            for key in doomed:
+                if key in self._entries:
+                    self._bytes -= self._entries.pop(key).resident.nbytes
+                else:
+                    del self._cold[key]
+            return len(doomed)
+
+    def ask(self, key: Key, ask: Ask, *, warm: bool = False) -> Answer:
+        """Answers one query over an entry.
+
+        Args:
+            key: which.
+            ask: the query.
+            warm: make the entry resident first if it is cold.
+
+        Raises:
+            Cold: the entry is known, not resident, and `warm` was not asked for or cannot be done.
+            Missing: it is unknown.
+            InvalidRequest: the query does not fit the entry.
+            OverBudget, Corrupt: it could not be made resident.
+        """
+        check_key(key)
+        return self._answer(self._resident(key, warm=warm), ask)
+
+    def compute(self, shape: Shape, k: memoryview, v: memoryview, ask: Ask) -> Answer:
+        """Answers a query over K and V that come with it; nothing becomes resident.
+
+        Raises:
+            InvalidRequest: sizes contradict each other, or a value does not fit the residency's type.
+        """
+        if min(shape) < 1 or len(k) != 4 * shape.values or len(v) != 4 * shape.values:
+            raise InvalidRequest(
+                "k",
+                f"K and V of {len(k)} and {len(v)} bytes are not {tuple(shape)} f32 values each",
+            )
+        return self._answer(self._load(_f32(k, shape), _f32(v, shape)), ask)
+
+    def telemetry(self) -> Telemetry:
+        """Returns the counts."""
+        with self._lock:
+            return Telemetry(
+                len(self._entries), len(self._cold), self._demotions, self._rehydrates, self._bytes
+            )
+
+    def close(self) -> None:
+        """Releases the backend."""
+        self.backend.close()
+
+    # -- parts of the above
+
+    def _answer(self, resident: Resident, ask: Ask) -> Answer:
+        try:
+            query = ask.query(resident, self.window)
+            check(query, resident)
+        except QueryError as error:
+            raise InvalidRequest(error.field, error.reason) from error
+        return self.backend.attend(resident, query)
+
+    def _resident(self, key: Key, *, warm: bool) -> Resident:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+                return entry.resident
+            record = self._cold.get(key)
+        if record is None:
+            raise Missing(
+                f"layer {key.layer} of {key.session!r} is unknown: make it resident",
+                session=key.session,
+                layer=key.layer,
+            )
+        if warm and record.origin is not None:
+            return self._warm(key, record.shape, record.origin)
+        raise _cold(key, "make it so")
+
+    def _warm(self, key: Key, shape: Shape, origin: _Origin) -> Resident:
+        """Makes a cold entry resident again, from exactly the rows that it was made of."""
+        query = FetchQuery(
+            origin.namespace,
+            generation=origin.generation,
+            slots=frozenset({key.layer}),
+            codecs=frozenset(),
+            raw_types=frozenset({DType.F32, DType.F16}),
+        )
+        source = Source(origin.namespace, head_dim=shape.head_dim)
+        try:
+            self._from_prefix(key.tenant, key.session, source, query, shape)
+        except (NotStored, GenerationDiffers) as error:
+            raise _cold(key, f"its rows are not stored any more ({error})") from error
+        with self._lock:
+            entry = self._entries.get(key)
+        if entry is None or entry.shape != shape:
+            raise _cold(key, "its rows are not stored any more")
+        return entry.resident
+
+    def _from_prefix(
+        self,
+        tenant: str,
+        session: str,
+        source: Source,
+        query: FetchQuery,
+        expected: Shape | None = None,
+    ) -> Warmed:
+        reading = self._store.open_rows(tenant, query)
+        if reading is None:
+            raise NotStored(f"{source.namespace!r} has no rows", namespace=source.namespace)
+        with self._store.guarded(reading):
+            slots = {reading.layout.tensors[index].slot for index in reading.tensors}
+            layers = list(_layers(reading, source))
+            if expected is not None:  # it may have been appended to; the entry was shorter
+                layers = [
+                    layer._replace(shape=expected)
+                    for layer in layers
+                    if layer.shape._replace(rows=0) == expected._replace(rows=0)
+                    and layer.shape.rows >= expected.rows
+                ]
+            origin = _Origin(source.namespace, reading.chain[-1].generation)
+            with self._reserved([layer.shape for layer in layers]):
+                entries = {
+                    Key(tenant, session, layer.layer): _Entry(
+                        self._load(
+                            self._rows(reading, layer.k, layer.shape),
+                            self._rows(reading, layer.v, layer.shape),
+                        ),
+                        origin,
+                    )
+                    for layer in layers
+                }
+                self._admit(entries)
+        size = sum(entry.resident.nbytes for entry in entries.values())
+        return Warmed(len(entries), len(slots) - len(entries), size)
+
+    def _rows(self, reading: Reading, position: int, shape: Shape) -> Array:
+        """Reads a tensor, head-major; in the backend's own type where it is stored in that."""
+        dtype = reading.served_layout.tensors[position].dtype
+        half = dtype is DType.F16 and self.backend.dtype == "f16"
+        rows = np.empty(shape, np.float16 if half else np.float32)
+        heads, end, head_dim = shape
+        first = 0
+        for data in reading.rows_of(position, 0, end):
+            part = np.frombuffer(data, dtype.numpy).reshape(-1, heads, head_dim)
+            rows[:, first : first + len(part)] = part.transpose(1, 0, 2)
+            first += len(part)
+        assert first == end, "a tensor has the rows that its prefix says"
+        return rows
+
+    def _keep(self, key: Key, k: Array, v: Array) -> Warmed:
+        entry = _Entry(self._load(k, v), None)
+        self._admit({key: entry})
+        return Warmed(1, 0, entry.resident.nbytes)
+
+    def _load(self, k: Array, v: Array) -> Resident:
+        try:
+            return self.backend.load(k, v)
+        except QueryError as error:
+            raise InvalidRequest(error.field, error.reason) from error
+
+    @contextlib.contextmanager
+    def _reserved(self, shapes: Sequence[Shape]) -> Iterator[None]:
+        """Holds room for what is being loaded."""
+        size = self._reserve(shapes)
+        try:
+            yield
+        finally:
+            self._release(size)
+
+    def _reserve(self, shapes: Sequence[Shape]) -> int:
+        if any(min(shape) < 1 for shape in shapes):
+            raise InvalidRequest("rows", "heads, rows and head_dim are at least 1 each")
+        if len(shapes) > ENTRIES_MAX:
+            raise OverBudget(
+                f"{len(shapes)} layers are more than the {ENTRIES_MAX} entries there are"
+            )
+        itemsize = 2 if self.backend.dtype == "f16" else 4
+        size = sum(2 * shape.values * itemsize for shape in shapes)
+        with self._lock:
+            if self._loading_bytes + size > self.budget_bytes:
+                raise OverBudget(
+                    f"{size} bytes do not fit into the resident budget of {self.budget_bytes}, of which "
+                    f"{self._loading_bytes} are being loaded: raise --resident-budget",
+                    needed_bytes=size,
+                    budget_bytes=self.budget_bytes,
+                )
+            self._loading_bytes += size
+        return size
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self._loading_bytes -= size
+
+    def _admit(self, entries: dict[Key, _Entry]) -> None:
+        """Makes entries the most recently used ones, and pushes out what does not fit beside them."""
+        with self._lock:
+            for key, entry in entries.items():
+                old = self._entries.pop(key, None)
+                self._bytes += entry.resident.nbytes - (old.resident.nbytes if old else 0)
+                self._entries[key] = entry
+                if self._cold.pop(key, None) is not None:
+                    self._rehydrates += 1
+            while len(self._entries) > ENTRIES_MAX or self._bytes > self.budget_bytes:
+                victim, gone = self._entries.popitem(last=False)
+                self._bytes -= gone.resident.nbytes
+                self._demotions += 1
+                self._cold[victim] = _Record(gone.shape, gone.origin)
+                if len(self._cold) > COLD_MAX:
+                    self._cold.popitem(last=False)
+
+    def _info(self, key: Key) -> EntryInfo:
+        if key in self._entries:
+            return EntryInfo(key.layer, EntryState.RESIDENT, self._entries[key].shape)
+        if key in self._cold:
+            return EntryInfo(key.layer, EntryState.COLD, self._cold[key].shape)
+        return EntryInfo(key.layer, EntryState.MISSING)
+
+
+class Upload:
+    """Rows of one entry on their way in: all of K, then all of V, in order. Publish or abandon it."""
+
+    def __init__(self, attend: Attend, key: Key, shape: Shape) -> None:
+        check_key(key)
+        self._attend = attend
+        self._key = key
+        self._size = attend._reserve([shape])
+        try:
+            self._sides = [np.empty(shape, np.float32) for _ in range(2)]
+        except MemoryError:
+            self.abandon()
+            raise
+        self._views = [side.reshape(-1).view(np.uint8) for side in self._sides]
+        self._filled = [0, 0]
+
+    def write(self, chunk: PartChunk) -> None:
+        """Takes the next chunk; part 0 is K, 1 is V.
+
+        Raises:
+            InvalidRequest, ChecksumMismatch: it is not the next one, or damaged.
+        """
+        part = int(self._filled[0] == len(self._views[0]))
+        begin = self._filled[part]
+        end = begin + len(chunk.data)
+        if (chunk.part_index, chunk.offset_bytes) != (part, begin):
+            raise InvalidRequest(
+                "bytes",
+                f"part {chunk.part_index} at {chunk.offset_bytes} came where part {part} at {begin} "
+                "was next",
+            )
+        if not begin < end <= len(self._views[part]):
+            left = len(self._views[part]) - begin
+            raise InvalidRequest("bytes", f"{len(chunk.data)} bytes came where {left} are missing")
+        if crc32c(chunk.data) != chunk.crc32c:
+            raise ChecksumMismatch(f"the bytes of part {part} at {begin} arrived damaged")
+        self._views[part][begin:end] = np.frombuffer(chunk.data, np.uint8)
+        self._filled[part] = end
+
+    def publish(self) -> Warmed:
+        """Makes the entry resident.
+
+        Raises:
+            InvalidRequest: rows are missing, or a value does not fit the residency's type.
+        """
+        if self._filled != [len(view) for view in self._views]:
+            raise InvalidRequest("bytes", "the stream ended before all declared rows came")
+        warmed = self._attend._keep(self._key, *self._sides)
+        self._attend._release(self._size)
+        return warmed
+
+    def abandon(self) -> None:
+        """Forgets what came."""
+        self._attend._release(self._size)
+
+
+def check_key(key: Key) -> None:
+    """Raises InvalidRequest unless an entry may have that name."""
+    check_namespace(key.session, "session")
+    if not 0 <= key.layer <= LAYER_MAX:
+        raise InvalidRequest("layer", f"{key.layer} is outside 0..{LAYER_MAX}", limit=LAYER_MAX)
+
+
+def _cold(key: Key, why: str) -> PionError:
+    return Cold(
+        f"layer {key.layer} of {key.session!r} is not resident any more: {why}",
+        session=key.session,
+        layer=key.layer,
+    )
+
+
+def _f32(data: memoryview, shape: Shape) -> Array:
+    return np.frombuffer(data, "<f4").reshape(shape)
+
+
+def _layers(reading: Reading, source: Source) -> Iterator[_Layer]:
+    """Yields the layers of an opened prefix that can have the shape asked for."""
+    positions: dict[int, dict[Side, int]] = {}
+    for position, index in enumerate(reading.tensors):
+        tensor = reading.layout.tensors[index]
+        positions.setdefault(tensor.slot, {})[tensor.side] = position
+    for slot, sides in positions.items():
+        if len(sides) != 2:
+            continue
+        indices = [reading.tensors[sides[side]] for side in Side]
+        k, v = (reading.layout.tensors[index] for index in indices)
+        rows = min(reading.row_counts[index] for index in indices)
+        width = k.heads * k.head_dim
+        head_dim = source.head_dim or k.head_dim
+        alike = (k.heads, k.head_dim) == (v.heads, v.head_dim)
+        if not (rows and width and alike) or width % head_dim:
+            continue
+        heads = width // head_dim
+        # On a grouped model callers know their query heads; the row's width says how many are stored.
+        if source.heads % heads == 0:
+            yield _Layer(slot, sides[Side.K], sides[Side.V], Shape(heads, rows, head_dim))
