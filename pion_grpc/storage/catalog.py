@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import apsw
 
 from pion_grpc.errors import CannotStart, DiskFull
-from pion_grpc.storage import sides
+from pion_grpc.storage import blobs, keyspace, sides
 from pion_grpc.storage.files import Files
 
 APPLICATION_ID = 0x50494F4E  # "PION"
@@ -340,7 +340,7 @@ class Catalog:
         connection.pragma("user_version", SCHEMA_VERSION)
 
 
-_MIGRATIONS = (_SCHEMA + sides.SCHEMA,)
+_MIGRATIONS = (_SCHEMA + sides.SCHEMA + blobs.SCHEMA + keyspace.SCHEMA,)
 """Script i brings version i to i + 1."""
 
 
@@ -349,6 +349,30 @@ class Transaction:
 
     def __init__(self, connection: apsw.Connection) -> None:
         self._connection = connection
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be committed; an error of the database may have ended it."""
+        return self._connection.in_transaction
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Undoes what is done inside, and nothing before it, if it raises.
+
+        Raises:
+            DiskFull: the database cannot grow.
+        """
+        self.run("SAVEPOINT piece", ())
+        try:
+            yield
+        except BaseException as error:
+            if self.is_open:
+                self.run("ROLLBACK TO piece", ())
+                self.run("RELEASE piece", ())
+            if isinstance(error, (apsw.FullError, apsw.IOError)):
+                raise DiskFull(f"the catalogue cannot be written: {error}") from error
+            raise
+        self.run("RELEASE piece", ())
 
     # -- prefixes
 
@@ -663,7 +687,7 @@ class Transaction:
         """Returns every file that the catalogue names."""
         rows = self.all(
             "SELECT file FROM prefix WHERE file IS NOT NULL UNION ALL SELECT file FROM extent"
-            " UNION ALL SELECT file FROM garbage",
+            " UNION ALL SELECT file FROM blob UNION ALL SELECT file FROM garbage",
             (),
         )
         return {row[0] for row in rows}

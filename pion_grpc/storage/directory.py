@@ -5,13 +5,14 @@
     catalog.db        what there is (SQLite, with its -wal and -shm)
     segments/         one immutable file per sealed prefix
     rows/             rows of live prefixes, appended
+    blobs/            one immutable file per opaque value: recurrent states, large values of keys
     export/           files written for clients that want another layout
     run/<id>.lock     held with flock for the life of the process with that instance id
     host-token        32 random bytes that prove to a client that both see this directory
 
-Every file in `segments/` and `rows/` begins with the instance id of the process that wrote it, so what
-a dead process left behind is known by its name, and only a process that holds the dead one's lock may
-remove it. Knows no keys and no rows.
+Every file in `segments/`, `rows/` and `blobs/` begins with the instance id of the process that wrote
+it, so what a dead process left behind is known by its name, and only a process that holds the dead
+one's lock may remove it. Knows no keys and no rows.
 """
 
 import fcntl
@@ -39,10 +40,18 @@ class DataDirectory:
         self.path = path.expanduser().resolve()
         self.segments = self.path / "segments"
         self.rows = self.path / "rows"
+        self.blobs = self.path / "blobs"
         self.run = self.path / "run"
         self.catalog = self.path / "catalog.db"
         try:
-            for directory in (self.path, self.segments, self.rows, self.path / "export", self.run):
+            for directory in (
+                self.path,
+                self.segments,
+                self.rows,
+                self.blobs,
+                self.path / "export",
+                self.run,
+            ):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise CannotStart(f"cannot use the data directory {self.path}: {error}") from error
@@ -95,7 +104,7 @@ class DataDirectory:
 
     def files_of(self, instance: str) -> Iterator[Path]:
         """Yields the files that an instance wrote."""
-        for directory in (self.segments, self.rows):
+        for directory in (self.segments, self.rows, self.blobs):
             yield from directory.glob(f"{instance}-*")
 
     def written_files(self) -> Iterator[Path]:

@@ -1,0 +1,57 @@
+"""Who may do what: the administrator's password and those of tenants.
+
+A tenant's name is what its prefixes, states and keys are stored under; the administrator's is empty.
+Secrets are compared in constant time, and an unknown name takes as long as a known one.
+"""
+
+import hmac
+import re
+from collections.abc import Mapping
+
+TENANTS_MAX = 64
+PASSWORD_BYTES_MAX = 128
+_TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Access:
+    """The passwords of a server; without any, everybody is the administrator."""
+
+    def __init__(self, password: str = "", tenants: Mapping[str, str] | None = None) -> None:
+        """Raises ValueError if a tenant's name or password cannot be used."""
+        tenants = tenants or {}
+        if tenants and not password:
+            raise ValueError("--tenant: tenants need an administrator's password (--requirepass)")
+        if len(tenants) > TENANTS_MAX:
+            raise ValueError(f"--tenant: more than {TENANTS_MAX}")
+        for tenant, secret in tenants.items():
+            if not _TENANT.fullmatch(tenant):
+                raise ValueError(
+                    f"--tenant: {tenant!r} is no name: 1 to 64 letters, digits, - and _ are allowed"
+                )
+            if not 1 <= len(secret.encode()) <= PASSWORD_BYTES_MAX:
+                raise ValueError(
+                    f"--tenant: the password of {tenant!r} must have 1 to {PASSWORD_BYTES_MAX} bytes"
+                )
+        self._password = password.encode()
+        self._tenants = {tenant: secret.encode() for tenant, secret in tenants.items()}
+
+    @property
+    def required(self) -> bool:
+        """Whether a client must say who it is."""
+        return bool(self._password)
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Names of the tenants."""
+        return frozenset(self._tenants)
+
+    def tenant(self, user: str | None, password: bytes) -> str | None:
+        """Returns the tenant that these credentials belong to, empty for the administrator.
+
+        None if they are wrong. The name of a tenant takes that tenant's password only; any other name,
+        or none, takes the administrator's.
+        """
+        tenant = user if user in self._tenants else ""
+        known = self._tenants.get(tenant, self._password)
+        right = hmac.compare_digest(password, known)
+        return tenant if right and known else None

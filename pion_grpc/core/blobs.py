@@ -1,0 +1,220 @@
+"""Opaque values of any size: written whole under a budget, then published by whoever owns them.
+
+The three steps of every write, for values that the store does not look into: *plan* reserves the bytes,
+*write* puts them into a file of their own, *publish* names it inside the owner's transaction. Owners are
+the keyspace (values above `INLINE_BYTES_MAX`) and the recurrent states. A file that is never published
+is removed at once, or when its process is found gone.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pion_grpc.core.workshop import Workshop
+from pion_grpc.storage.blobs import BlobRow, Blobs
+from pion_grpc.storage.catalog import Transaction
+from pion_grpc.storage.pages import CheckedRun, OpenFile, RowFile
+
+INLINE_BYTES_MAX = 64 << 10
+"""Smaller values are kept in the database: a file of their own would cost more."""
+
+
+class WrittenBlob(NamedTuple):
+    """A value in its file, which nothing names yet. Publish or abandon it."""
+
+    tenant: str
+    file: str
+    size: int
+    checksums: bytes
+    reservation: int
+    on_disk: bool
+
+
+class BlobWriter:
+    """A value on its way into its file. Finish or abandon it."""
+
+    def __init__(self, store: "BlobStore", tenant: str, size: int, reservation: int) -> None:
+        self._store = store
+        self._size = size
+        self._written = 0
+        self._tenant = tenant
+        self._reservation = reservation
+        self._name = store.new_name()
+        workshop = store.workshop
+        try:
+            self._file = RowFile(workshop.files, workshop.directory.resolve(self._name))
+        except BaseException:
+            store.release(reservation)
+            raise
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Takes the next bytes.
+
+        Raises:
+            DiskFull: they cannot be written.
+        """
+        self._written += len(data)
+        assert self._written <= self._size, "more bytes than were planned"
+        self._file.write(data)
+
+    def finish(self, *, on_disk: bool = False) -> WrittenBlob:
+        """Returns the value, ready to be published; with `on_disk` it is on stable storage."""
+        assert self._written == self._size, "bytes are missing"
+        checksums = self._file.finish(on_disk=on_disk)
+        self._file.close()
+        return WrittenBlob(
+            self._tenant, self._name, self._size, checksums, self._reservation, on_disk
+        )
+
+    def abandon(self) -> None:
+        """Removes what was written."""
+        self._file.close()
+        self._store.discard(self._name, self._reservation)
+
+
+class BlobStore:
+    """Writes and reads blobs; safe to use from many threads."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self.workshop = workshop
+        self._serial = itertools.count(1)
+
+    def begin(self, tenant: str, size: int) -> BlobWriter:
+        """Plans a value of so many bytes.
+
+        Raises:
+            OverBudget, OverQuota: there is no room.
+        """
+        workshop = self.workshop
+        with workshop.catalog.write() as transaction:
+            reservation = transaction.reserve(workshop.directory.instance, tenant, 0, size)
+            workshop.space.make_room(transaction, tenant, size)
+        workshop.space.sweep()
+        return BlobWriter(self, tenant, size, reservation)
+
+    def write(self, tenant: str, data: bytes | memoryview) -> WrittenBlob:
+        """Writes a value that is all there.
+
+        Raises:
+            OverBudget, OverQuota, DiskFull: there is no room.
+        """
+        writer = self.begin(tenant, len(data))
+        try:
+            writer.write(data)
+            return writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+
+    def write_inside(self, transaction: Transaction, tenant: str, data: bytes) -> int:
+        """Writes and names a value inside its owner's transaction; for values that are computed there.
+
+        Raises:
+            DiskFull: it cannot be written.
+        """
+        file = RowFile(
+            self.workshop.files, self.workshop.directory.resolve(name := self.new_name())
+        )
+        try:
+            file.write(data)
+            checksums = file.finish(on_disk=False)
+        finally:
+            file.close()
+        return Blobs(transaction).add(tenant, name, len(data), checksums, self.workshop.boot)
+
+    def publish(self, transaction: Transaction, written: WrittenBlob) -> int:
+        """Names a value inside its owner's transaction, and returns its id."""
+        transaction.release(written.reservation)
+        boot = None if written.on_disk else self.workshop.boot
+        return Blobs(transaction).add(
+            written.tenant, written.file, written.size, written.checksums, boot
+        )
+
+    def abandon(self, written: WrittenBlob) -> None:
+        """Removes a value that was not published."""
+        self.discard(written.file, written.reservation)
+
+    def abandon_unpublished(self, written: Sequence[WrittenBlob]) -> None:
+        """Removes those of several values that were not published after all."""
+        with self.workshop.catalog.read() as transaction:
+            left = [blob for blob in written if not Blobs(transaction).is_named(blob.file)]
+        for blob in left:
+            self.abandon(blob)
+
+    def open(self, blob: BlobRow) -> "BlobReading":
+        """Opens a value.
+
+        Raises:
+            FileNotFoundError: it was replaced meanwhile.
+            Corrupt: it was written under another boot and never synced, and a page is damaged.
+        """
+        file = OpenFile(self.workshop.directory.resolve(blob.file))
+        try:
+            run = CheckedRun(file, 0, blob.size, blob.checksums)
+            if blob.boot not in (None, self.workshop.boot):
+                run.check()
+        except BaseException:
+            file.close()
+            raise
+        return BlobReading(run)
+
+    def sync(self) -> None:
+        """Brings every published value to stable storage; one that is gone meanwhile is left out."""
+        with self.workshop.catalog.read() as transaction:
+            unsynced = Blobs(transaction).unsynced()
+        if not unsynced:
+            return
+        synced = [blob for blob in unsynced if self._synced(blob)]
+        self.workshop.files.sync_directory(self.workshop.directory.blobs)
+        with self.workshop.catalog.write(on_disk=True) as transaction:
+            for blob in synced:
+                Blobs(transaction).synced(blob.id)
+
+    def new_name(self) -> str:
+        """Returns a name that no file has."""
+        return f"blobs/{self.workshop.directory.instance}-{next(self._serial)}.blob"
+
+    def release(self, reservation: int) -> None:
+        """Ends a reservation."""
+        with self.workshop.catalog.write() as transaction:
+            transaction.release(reservation)
+
+    def discard(self, file: str, reservation: int) -> None:
+        """Removes a file that nothing names, and ends its reservation."""
+        self.workshop.files.unlink(self.workshop.directory.resolve(file))
+        self.release(reservation)
+
+    def _synced(self, blob: BlobRow) -> bool:
+        try:
+            file = OpenFile(self.workshop.directory.resolve(blob.file))
+        except FileNotFoundError:
+            return False
+        try:
+            self.workshop.files.sync(file.descriptor)
+        finally:
+            file.close()
+        return True
+
+
+class BlobReading:
+    """An open value. Close it."""
+
+    def __init__(self, run: CheckedRun) -> None:
+        self._run = run
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self._run.size
+
+    def pieces(self, begin: int = 0) -> Iterator[memoryview]:
+        """Yields its bytes from `begin` on, at most 1 MiB at a time.
+
+        Raises:
+            Corrupt: a page does not have its checksum.
+        """
+        return self._run.chunks(begin, self._run.size, 1)
+
+    def close(self) -> None:
+        """Closes the file; twice is once."""
+        self._run.file.close()

@@ -1,0 +1,92 @@
+"""Blobs: opaque values in files of their own, under page checksums, named by one row each.
+
+A blob is written whole, then named in the transaction that makes it somebody's value, and becomes
+garbage in the transaction that replaces it. Knows bytes and files; whose value it is, other tables say.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pion_grpc.storage.catalog import Transaction
+
+SCHEMA = """
+CREATE TABLE blob (
+  id        INTEGER PRIMARY KEY AUTOINCREMENT,
+  tenant    TEXT NOT NULL,
+  file      TEXT NOT NULL,
+  bytes     INTEGER NOT NULL,
+  checksums BLOB NOT NULL,
+  boot      TEXT               -- boot under which it was written unsynced; NULL: on disk
+);
+CREATE INDEX blob_file ON blob (file);
+CREATE INDEX blob_unsynced ON blob (id) WHERE boot IS NOT NULL;
+CREATE TRIGGER blob_added AFTER INSERT ON blob BEGIN
+  INSERT INTO usage VALUES (NEW.tenant, NEW.bytes) ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes;
+END;
+CREATE TRIGGER blob_removed AFTER DELETE ON blob BEGIN
+  UPDATE usage SET bytes = bytes - OLD.bytes WHERE tenant = OLD.tenant;
+  INSERT OR IGNORE INTO garbage VALUES (OLD.file, OLD.bytes);
+END;
+"""
+
+
+class BlobRow(NamedTuple):
+    """One blob."""
+
+    id: int
+    file: str
+    size: int
+    checksums: bytes
+    boot: str | None
+
+
+class Blobs:
+    """The table of blobs within one transaction."""
+
+    def __init__(self, transaction: "Transaction") -> None:
+        self._transaction = transaction
+
+    def add(self, tenant: str, file: str, size: int, checksums: bytes, boot: str | None) -> int:
+        """Names a blob and returns its id."""
+        rows = self._transaction.all(
+            "INSERT INTO blob (tenant, file, bytes, checksums, boot) VALUES (?, ?, ?, ?, ?)"
+            " RETURNING id",
+            (tenant, file, size, checksums, boot),
+        )
+        return int(rows[0][0])
+
+    def get(self, blob: int) -> BlobRow | None:
+        """Returns a blob."""
+        rows = self._transaction.all(
+            "SELECT id, file, bytes, checksums, boot FROM blob WHERE id = ?", (blob,)
+        )
+        return BlobRow(*rows[0]) if rows else None
+
+    def size(self, blob: int) -> int:
+        """Returns the bytes of a blob."""
+        rows = self._transaction.all("SELECT bytes FROM blob WHERE id = ?", (blob,))
+        return int(rows[0][0])
+
+    def is_named(self, file: str) -> bool:
+        """Says whether a file is a blob's, or was until it became garbage."""
+        return bool(
+            self._transaction.all(
+                "SELECT 1 FROM blob WHERE file = ? UNION ALL SELECT 1 FROM garbage WHERE file = ?",
+                (file, file),
+            )
+        )
+
+    def remove(self, blob: int) -> None:
+        """Takes a blob away; its file becomes garbage."""
+        self._transaction.run("DELETE FROM blob WHERE id = ?", (blob,))
+
+    def unsynced(self) -> list[BlobRow]:
+        """Returns what would not survive a power cut."""
+        rows = self._transaction.all(
+            "SELECT id, file, bytes, checksums, boot FROM blob WHERE boot IS NOT NULL", ()
+        )
+        return [BlobRow(*row) for row in rows]
+
+    def synced(self, blob: int) -> None:
+        """Notes that a blob is on stable storage."""
+        self._transaction.run("UPDATE blob SET boot = NULL WHERE id = ?", (blob,))
