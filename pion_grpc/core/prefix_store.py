@@ -21,6 +21,7 @@ import numpy as np
 from pion_grpc.core.blobs import BlobStore
 from pion_grpc.core.live import RowsSession, begin_rows, seal
 from pion_grpc.core.matching import longest_match
+from pion_grpc.core.membership import membership
 from pion_grpc.core.reading import (
     CorruptPrefix,
     Reading,
@@ -33,6 +34,7 @@ from pion_grpc.core.snapshots import Snapshots
 from pion_grpc.core.space import Space
 from pion_grpc.core.storing import StoreSession, begin_store
 from pion_grpc.core.values import (
+    TABLE_HASHES_MAX,
     BlockTable,
     Durability,
     Export,
@@ -262,7 +264,7 @@ class PrefixStore:
             table = transaction.block_table(row.id) if row else None
         if row is None or table is None:
             return None
-        self.note_use(row.id)
+        self.note_use(row.id, "k")
         return BlockTable(table.block_tokens, bytes(table.hashes))
 
     def membership(self, tenant: str, namespace: str, probes: bytes) -> bytes | None:
@@ -270,17 +272,15 @@ class PrefixStore:
 
         None if the prefix is unknown or has no table.
         """
-        if len(probes) % 8 or len(probes) > 8 * limits.HASHES_MAX:
+        if len(probes) % 8 or len(probes) > 8 * TABLE_HASHES_MAX:
             raise InvalidRequest(
                 "hashes",
-                f"{len(probes)} bytes are not at most {limits.HASHES_MAX} hashes of 8 bytes",
+                f"{len(probes)} bytes are not at most {TABLE_HASHES_MAX} hashes of 8 bytes",
             )
         table = self.block_table(tenant, namespace)
         if table is None or not table.hashes:
             return None
-        wanted = np.frombuffer(probes, dtype="<u8")
-        known = np.isin(wanted, np.frombuffer(table.hashes, dtype="<u8"))
-        return np.packbits(known, bitorder="little").tobytes()
+        return membership(table.hashes, probes)
 
     # -- storing
 

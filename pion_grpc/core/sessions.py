@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.live import outgrown
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.reading import Reading, own_row_counts
+from pion_grpc.core.reading import CorruptPrefix, Reading, own_row_counts
 from pion_grpc.core.receipt import Restore
 from pion_grpc.core.space import keep_tokens
 from pion_grpc.core.values import (
@@ -72,6 +72,10 @@ class WrongSize(InvalidRequest):
         super().__init__("rows", f"{size} bytes where {expected} belong")
         self.size = size
         self.expected = expected
+
+
+class Unsettled(Exception):
+    """Whether a prefix can be answered for is not known without looking at its files."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,24 +219,23 @@ class Sessions:
         namespace: str,
         restored_tokens: int | None = None,
         restored_prefill_ms: float | None = None,
+        *,
+        settle: bool = True,
     ) -> bool:
         """Says whether both sides of a namespace exist; counts a hit or a miss.
 
         A hit credits the rows of K's first layer with the registered prefill time, unless the caller
-        says which tokens, or which time, it restored.
+        says which tokens, or which time, it restored. Without `settle` nothing is read but the
+        catalogue, and nothing is written.
 
         Raises:
-            CorruptPrefix: a file of it is gone, or has another size.
+            Unsettled: its files have to be looked at first, or taken out; ask again with `settle`.
         """
-        with self._catalog.read() as transaction:
-            row = transaction.by_name(tenant, namespace)
-            sides = _sides(transaction, row) if row is not None else frozenset()
-            chain = transaction.chain(row) if row is not None else []
-        if row is not None:
-            self._store.vouch(chain)
-            self._store.note_use(row.id, "".join(sorted(sides)))
+        row, sides = self._vouched(tenant, namespace, settle=settle)
         hit = len(sides) == len(Side)
         self._store.ledger.lookup(hit=hit)
+        if row is not None:
+            self._store.note_use(row.id, "".join(sorted(sides)))
         if hit and row is not None:
             tokens = restored_tokens
             prefill_ms = restored_prefill_ms
@@ -244,12 +247,26 @@ class Sessions:
             self._store.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
         return hit
 
-    def is_settled(self, tenant: str, namespace: str) -> bool:
-        """Says whether a lookup needs no look at pages first, which a restart may make necessary."""
-        with self._catalog.read() as transaction:
-            row = transaction.by_name(tenant, namespace)
-            chain = transaction.chain(row) if row is not None else []
-        return all(link.boot in (None, self._workshop.boot) for link in chain)
+    def _vouched(
+        self, tenant: str, namespace: str, *, settle: bool
+    ) -> tuple[PrefixRow | None, frozenset[Side]]:
+        """Returns a prefix whose files are there, and its sides."""
+        while True:
+            with self._catalog.read() as transaction:
+                row = transaction.by_name(tenant, namespace)
+                if row is None:
+                    return None, frozenset()
+                sides = _sides(transaction, row)
+                chain = transaction.chain(row)
+            if not settle and any(self._workshop.recovery.is_due(link) for link in chain):
+                raise Unsettled(namespace)
+            try:
+                if self._store.vouch(chain):
+                    return row, sides
+            except CorruptPrefix as error:
+                if not settle:
+                    raise Unsettled(namespace) from error
+                self._workshop.space.take_out(error)
 
     def exists(self, tenant: str, namespace: str) -> bool:
         """Says whether any side of a namespace exists."""

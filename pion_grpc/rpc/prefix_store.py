@@ -2,14 +2,13 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from crc32c import crc32c
-from google.protobuf.message import DecodeError, Message
 
 from pion_grpc import __version__
 from pion_grpc.config import Config
+from pion_grpc.core.attend import Attend, Telemetry
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Rows
 from pion_grpc.core.storing import StoreSession
@@ -30,17 +29,9 @@ from pion_grpc.core.values import (
 )
 from pion_grpc.errors import InvalidRequest, NoBackend
 from pion_grpc.rpc.service import SMALL_MESSAGES, Call
+from pion_grpc.rpc.streams import fill, header_of, row_chunks
 from pion_wire import codecs, limits
-from pion_wire.framing import (
-    FrameError,
-    HeaderBytes,
-    PartChunk,
-    RowChunk,
-    frame_header,
-    frame_part,
-    frame_rows,
-    parse_message,
-)
+from pion_wire.framing import frame_header, frame_part, frame_rows
 from pion_wire.layout import LayoutError, Side
 from pion_wire.messages import (
     layout_from_message,
@@ -75,36 +66,26 @@ _DURABILITIES = {
 }
 
 
-_CHUNK_MESSAGE_BYTES_MAX = limits.CHUNK_BYTES_MAX + 4_096
 _HEADER_REST_BYTES = 16 << 10
 """Names, numbers and the lengths of everything in the header of a Fetch, generously."""
 _LIST_ENTRY_BYTES = 8
 """Bytes around an entry of a list, at most, for entries below 2 MiB."""
 
-StreamMessage = TypeVar("StreamMessage", bound=Message)
-Answer = TypeVar("Answer", covariant=True)
-
-
-class Session(Protocol[Answer]):
-    """What takes the chunks of a client stream."""
-
-    def write(self, chunk: Any) -> None:
-        """Takes the next chunk."""
-
-    def publish(self) -> Answer:
-        """Makes what came visible."""
-
-    def abandon(self) -> None:
-        """Removes what came."""
-
 
 class PrefixStoreService:
     """One method per RPC; see the proto for what each does."""
 
-    def __init__(self, store: PrefixStore, config: Config, started_unix_ms: int) -> None:
+    def __init__(
+        self,
+        store: PrefixStore,
+        config: Config,
+        started_unix_ms: int,
+        attend: Attend | None = None,
+    ) -> None:
         self._store = store
         self._config = config
         self._started_unix_ms = started_unix_ms
+        self._attend = attend
 
     def Register(
         self, request: pb.PrefixStoreRegisterRequest, call: Call
@@ -174,10 +155,10 @@ class PrefixStoreService:
 
     def Store(self, messages: Iterator[bytes], call: Call) -> pb.PrefixStoreStoreResponse:
         """Stores one prefix."""
-        header = _store_header(_first(messages, pb.PrefixStoreStoreRequest))
+        header = _store_header(header_of(messages, pb.PrefixStoreStoreRequest))
         session = self._store.store(call.tenant, header)
         if isinstance(session, StoreSession):
-            stored = _fill(session, messages)
+            stored = fill(session, row_chunks(messages))
             self._store.stored(call.tenant, header, stored)
         else:
             stored = session
@@ -306,6 +287,7 @@ class PrefixStoreService:
         table = self._store.block_table(call.tenant, request.namespace)
         if table is None:
             return pb.PrefixStoreBlocksResponse(known=False)
+        _check_hashes("namespace", table.hashes)  # larger ones come over the other wire only
         message = types_pb2.BlockTable(block_tokens=table.block_tokens, hashes=table.hashes)
         return pb.PrefixStoreBlocksResponse(known=True, table=message)
 
@@ -317,6 +299,7 @@ class PrefixStoreService:
             raise InvalidRequest(
                 "namespaces", f"more than {limits.NAMES_MAX}", limit=limits.NAMES_MAX
             )
+        _check_hashes("hashes", request.hashes)
         answer_bytes = (len(request.hashes) // 64 + _LIST_ENTRY_BYTES) * len(request.namespaces)
         if answer_bytes > SMALL_MESSAGES.response:
             raise InvalidRequest(
@@ -348,7 +331,7 @@ class PrefixStoreService:
 
     def WriteRows(self, messages: Iterator[bytes], call: Call) -> pb.PrefixStoreWriteRowsResponse:
         """Writes rows of one tensor."""
-        message = _first(messages, pb.PrefixStoreWriteRowsRequest)
+        message = header_of(messages, pb.PrefixStoreWriteRowsRequest)
         header = WriteRowsHeader(
             message.namespace,
             message.slot,
@@ -357,7 +340,7 @@ class PrefixStoreService:
             message.row_count,
             _durability(message.durability),
         )
-        written = _fill(self._store.write_rows(call.tenant, header), messages)
+        written = fill(self._store.write_rows(call.tenant, header), row_chunks(messages))
         return pb.PrefixStoreWriteRowsResponse(
             row_count=written.row_count,
             generation=written.generation,
@@ -403,7 +386,9 @@ class PrefixStoreService:
         self, request: pb.PrefixStoreReleaseRequest, call: Call
     ) -> pb.PrefixStoreReleaseResponse:
         """Forgets a snapshot."""
-        released = self._store.snapshots.release(call.tenant, request.namespace, request.snapshot_id)
+        released = self._store.snapshots.release(
+            call.tenant, request.namespace, request.snapshot_id
+        )
         return pb.PrefixStoreReleaseResponse(released=released)
 
     def Describe(
@@ -417,6 +402,7 @@ class PrefixStoreService:
             name.lower(): value for name, value in vars(limits).items() if isinstance(value, int)
         }
         in_force |= {name: getattr(config, name) for name in ("streams_max", "stall_ms")}
+        resident = self._attend.telemetry() if self._attend else Telemetry()
         return pb.PrefixStoreDescribeResponse(
             version=__version__,
             limits=[
@@ -426,7 +412,13 @@ class PrefixStoreService:
             codecs=codecs.CHOICES,
             disk_budget_bytes=config.disk_budget,
             disk_used_bytes=totals.disk_used_bytes,
+            attend_backend=self._attend.backend.name if self._attend else "",
             resident_budget_bytes=config.resident_budget,
+            resident_used_bytes=resident.resident_bytes,
+            attend_warm=resident.warm,
+            attend_cold=resident.cold,
+            attend_demotions=resident.demotions,
+            attend_rehydrates=resident.rehydrates,
             prefix_count=totals.prefixes,
             row_count=totals.rows,
             evicted_count=totals.evicted,
@@ -436,48 +428,6 @@ class PrefixStoreService:
             export_enabled=not config.no_export,
             tenant_budget_bytes=config.tenant_budget,
         )
-
-
-def _first(messages: Iterator[bytes], kind: type[StreamMessage]) -> Any:
-    """Returns the header that a client stream begins with."""
-    message = next(messages, None)
-    if message is None:
-        raise InvalidRequest("header", "the stream is empty")
-    try:
-        parsed: Any = kind.FromString(message)
-    except DecodeError as error:
-        problem = f"not a {kind.DESCRIPTOR.name}, or a text in it is not UTF-8"
-        raise InvalidRequest("header", problem) from error
-    if not parsed.HasField("header"):
-        raise InvalidRequest("header", "the stream does not begin with one")
-    return parsed.header
-
-
-def _fill(session: "Session[Answer]", messages: Iterator[bytes]) -> Answer:
-    """Hands the chunks of a client stream to a session, and publishes it or abandons it."""
-    try:
-        for message in messages:
-            chunk = _parse(message)
-            if isinstance(chunk, HeaderBytes):
-                raise InvalidRequest("header", "came twice")
-            session.write(chunk)
-        return session.publish()
-    except BaseException:
-        session.abandon()
-        raise
-
-
-def _parse(message: bytes) -> HeaderBytes | RowChunk | PartChunk:
-    if len(message) > _CHUNK_MESSAGE_BYTES_MAX:
-        raise InvalidRequest(
-            "message",
-            f"{len(message)} bytes exceed a chunk of {limits.CHUNK_BYTES_MAX} and its fields",
-            limit=limits.CHUNK_BYTES_MAX,
-        )
-    try:
-        return parse_message(message)
-    except FrameError as error:
-        raise InvalidRequest("message", str(error)) from error
 
 
 def _store_header(message: pb.PrefixStoreStoreHeader) -> StoreHeader:
@@ -514,6 +464,12 @@ def _side(value: int) -> Side:
         raise InvalidRequest("side", error.message) from error
 
 
+def _check_hashes(field: str, hashes: bytes) -> None:
+    """Refuses more hashes than a message of ours may hold."""
+    if len(hashes) > 8 * limits.HASHES_MAX:
+        raise InvalidRequest(field, f"more than {limits.HASHES_MAX}", limit=limits.HASHES_MAX)
+
+
 def _durability(value: int) -> Durability:
     if value == types_pb2.DURABILITY_UNSPECIFIED:
         return Durability.PROCESS
@@ -532,6 +488,7 @@ def _codecs(names: Iterable[str]) -> frozenset[str]:
 
 
 def _table(message: types_pb2.BlockTable) -> BlockTable:
+    _check_hashes("table.hashes", message.hashes)
     return BlockTable(message.block_tokens, message.hashes)
 
 
