@@ -17,6 +17,8 @@ from pion_client.errors import (
 from tests.client.links import Link, assert_same, linked, random_layers
 from tests.conftest import ServerProcess
 
+pytestmark = pytest.mark.faults
+
 MODEL = "mlx1:test"
 LAYERS = random_layers(41, 4_000, slots=4, heads=4, dim=64)
 SIZE = sum(array.nbytes for pair in LAYERS for array in pair)

@@ -14,6 +14,8 @@ from pion_client import Client
 from tests.client.links import random_layers
 from tests.conftest import ServerProcess
 
+pytestmark = pytest.mark.faults
+
 LAYERS = random_layers(61, 4_000, slots=4, heads=4, dim=64)
 
 PROGRAM = """

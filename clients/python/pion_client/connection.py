@@ -196,8 +196,8 @@ class Watchdog:
         thread = threading.Thread(
             target=self._watch, args=(call,), name="pion-watchdog", daemon=True
         )
-        thread.start()
         try:
+            thread.start()
             yield
         except grpc.RpcError as error:
             if self._expired:
@@ -207,7 +207,8 @@ class Watchdog:
         finally:
             call.cancel()  # what is abandoned without it runs on at the server
             self._over.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def _watch(self, call: Any) -> None:
         while (left := self._touched + self._stall_s - time.monotonic()) > 0:
