@@ -93,7 +93,7 @@ def test_names_are_made_as_everywhere() -> None:
 
 
 class Peer:
-    """A server that answers every call of one kind as it is told, and keeps what it was sent."""
+    """Whatever may be at the other end: a proxy, a newer release. Answers as it is told."""
 
     def __init__(self) -> None:
         self.statuses: list[Any] = []

@@ -86,7 +86,7 @@ class Client:
         self.address = address
         self._tenant = os.environ.get("PION_TENANT", "") if tenant is None else tenant
         if password is None:
-            password = os.environ.get("PION_PASSWORD")
+            password = os.environ.get("PION_PASSWORD") or None
         self._connection = Connection(address, tenant=self._tenant, password=password)
         self._calls = Calls(self._connection, timeout_s, stall_timeout_s)
         self._lanes = Lanes(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
