@@ -1,11 +1,14 @@
 """`pion-grpc`: the command line. Each command is a module of this package, imported when it is used."""
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from pion_grpc import __version__
 from pion_grpc.cli import arguments
+from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.errors import CannotStart
 
 
@@ -25,7 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(options)
     except CannotStart as error:
-        print(f"pion-grpc: {error}", file=sys.stderr)
-        return 1
+        return _failed(options, "CANNOT_START", str(error))
+    except CommandFailed as error:
+        return _failed(options, error.reason, str(error))
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `pion-grpc ls | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _failed(options: argparse.Namespace, reason: str, message: str) -> int:
+    if getattr(options, "json", False):
+        print(json.dumps({"error": {"reason": reason, "message": message}}, indent=2))
+    else:
+        print(f"pion-grpc: {message}", file=sys.stderr)
+    return 1
