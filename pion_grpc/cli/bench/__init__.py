@@ -1,0 +1,92 @@
+"""`pion-grpc bench`: what this costs and saves, measured beside its peers in the same run.
+
+`ROWS` is the registry: a row is a line here and a function that takes a `measuring.Context` and returns
+results (`results.Result`), each of ours beside at most one peer. Nothing else has to know of it.
+
+The one decision: a benchmark is not a test. It never fails because of a figure; it says what was
+measured, on which machine, and whether that keeps within a bound. It does fail where an answer is wrong:
+every row checks what it times.
+
+This module is imported whenever the command line is; what measures is imported when it runs.
+"""
+
+import argparse
+from typing import Any, NamedTuple
+
+Commands = Any  # argparse's subparsers action, which has no public name
+
+
+class Entry(NamedTuple):
+    """A row of the registry."""
+
+    name: str
+    what: str
+    where: str
+    """The function that measures it, `module:function`."""
+
+
+_HERE = __name__
+
+ROWS = (
+    Entry("fetch", "Fetch of a large prefix against a bare socket", f"{_HERE}.transfer:fetch"),
+    Entry("redis", "Fetch of a large prefix against redis-server", f"{_HERE}.transfer:redis"),
+    Entry("store", "Store of a large prefix against writing a file", f"{_HERE}.transfer:store"),
+    Entry("export", "same-host fetch into MLX against its file", f"{_HERE}.transfer:export"),
+    Entry("memory", "server memory with 8 concurrent fetches", f"{_HERE}.transfer:memory"),
+    Entry(
+        "first-token", "first token of a second process, real model", f"{_HERE}.first_token:real"
+    ),
+    Entry("long-prompts", "the same, long prompts, random model", f"{_HERE}.first_token:random"),
+    Entry("workload", "few prompts, many queries: hits, speed", f"{_HERE}.workload:workload"),
+    Entry("miss", "first token on a miss; with the server down", f"{_HERE}.miss:miss"),
+    Entry("calls", "small calls with few and many prefixes", f"{_HERE}.scale:calls"),
+    Entry("start-up", "start-up with many prefixes stored", f"{_HERE}.scale:start_up"),
+)
+
+
+def add_bench(commands: Commands) -> None:
+    """`pion-grpc bench`."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure against peers and the machine's own limits",
+        description="Measures, prints one table and writes one JSON file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "rows",
+        nargs="*",
+        metavar="ROW",
+        help="what to measure (default: everything); `list` says what there is",
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
+    parser.add_argument(
+        "--json", metavar="FILE", help="where to write (default: bench-results/<time>.json)"
+    )
+    parser.add_argument(
+        "--markdown",
+        action="store_true",
+        help="measure nothing: print the newest full-size figures of bench-results/ as Markdown",
+    )
+    workload = parser.add_argument_group("the size of the row `workload`")
+    for flag, default, text in (
+        ("--prompts", 5, "prompts"),
+        ("--queries", 30, "queries of each"),
+        ("--prompt-repeats", 8, "how often a prompt's text is repeated"),
+        ("--cold-queries", 3, "queries of each prompt that are answered without the store too"),
+    ):
+        workload.add_argument(
+            flag, type=_count, default=default, metavar="N", help=f"{text} (default {default})"
+        )
+    parser.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from pion_grpc.cli.bench.command import bench
+
+    return bench(options)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 to 10000")
+    return int(text)

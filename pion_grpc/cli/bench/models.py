@@ -1,0 +1,151 @@
+"""Processes of their own with a model in them, and the ways to a first token.
+
+Here is what runs in such a process; the rows decide what is asked of it. The one decision: a first token
+is timed inside the process that wants it, from the moment it has the prompt until the token is known;
+the model is loaded before. Cold is what mlx-lm's users have: the whole prompt in one piece.
+
+A process has one model for life: the module's only state.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self, TypeVar
+
+Way = Literal["cold", "file", "export", "stream"]
+QUESTION_TOKENS = 16
+
+
+class ModelMissing(Exception):
+    """The real language model is not installed; says how to get it."""
+
+
+class FirstToken(NamedTuple):
+    """How long it took, and what it was."""
+
+    seconds: float
+    token: int
+
+
+class Sizes(NamedTuple):
+    """Of a small llama with random weights."""
+
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 4
+    vocab: int = 512
+
+
+_Answer = TypeVar("_Answer")
+
+
+class ModelProcess:
+    """A process with a model; ends with the context.
+
+    Args:
+        address: of a server; empty if none is asked.
+        sizes: of a random model; None: the real one.
+    """
+
+    def __init__(self, address: str = "", sizes: Sizes | None = None) -> None:
+        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        try:
+            self.do(_load, address, sizes)
+        except BaseException:
+            self._pool.shutdown()
+            raise
+
+    def do(self, function: Callable[..., _Answer], *arguments: Any) -> _Answer:
+        """Runs a function of a module there, with a process's `Loaded` before its arguments."""
+        return self._pool.submit(_call, function, arguments).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown()
+
+
+class Loaded:
+    """What a model process holds."""
+
+    def __init__(self, address: str, sizes: Sizes | None) -> None:
+        from pion_grpc.cli import smollm2
+
+        self.address = address
+        self.tokenizer: smollm2.Tokenizer | None = None
+        if sizes is None:
+            try:
+                self.model, self.tokenizer = smollm2.load()
+            except smollm2.ModelMissingError as error:
+                raise ModelMissing(str(error)) from None
+        else:
+            self.model = smollm2.random_llama(**sizes._asdict())
+        self.prompt_caches = {
+            way: self.prompt_cache(way) for way in ("export", "stream") if address
+        }
+
+    def prompt_cache(self, way: str) -> Any:
+        """A client's prompt cache that takes one of the two lanes."""
+        from pion_client import Client
+        from pion_client.mlx import PionPromptCache
+
+        client = Client(self.address, export=way == "export")
+        return PionPromptCache(self.model, client=client, deadline_s=60.0)
+
+    def first_token(
+        self, way: Way, ids: Sequence[int], question: Sequence[int], file: str
+    ) -> FirstToken:
+        """The first token after a prompt and a question, the prompt's cache got in one of the ways."""
+        import mlx.core as mx
+        from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
+
+        from pion_grpc.cli.decode import greedy
+
+        mx.clear_cache()
+        started = time.perf_counter()
+        rest = question
+        if way == "cold":
+            cache, rest = make_prompt_cache(self.model), [*ids, *question]
+        elif way == "file":
+            cache = load_prompt_cache(file)  # type: ignore[no-untyped-call]
+        else:
+            cache = self.prompt_caches[way].get_or_prefill(ids)
+        token = greedy(self.model, rest, cache, 1).ids[0]
+        seconds = time.perf_counter() - started
+        if way in ("export", "stream"):
+            stats = self.prompt_caches[way].stats()
+            assert stats["lane"] == way, f"{way} was asked for, {stats}"
+            assert not stats["tokens_prefilled"], stats
+        return FirstToken(seconds, token)
+
+    def keep(self, ids: Sequence[int], file: str) -> None:
+        """Prefills a prompt, stores it and saves it as a file too."""
+        from mlx_lm.models.cache import save_prompt_cache
+
+        prompt_cache = self.prompt_caches["export"]
+        cache = prompt_cache.get_or_prefill(ids)
+        prompt_cache.flush()
+        assert not prompt_cache.stats()["skipped"], prompt_cache.stats()
+        save_prompt_cache(file, cache)
+
+
+_loaded: list[Loaded] = []
+
+
+def _load(address: str, sizes: Sizes | None) -> None:
+    _loaded.append(Loaded(address, sizes))
+
+
+def _call(function: Callable[..., _Answer], arguments: Sequence[Any]) -> _Answer:
+    if function is _load:
+        return function(*arguments)
+    return function(_loaded[0], *arguments)
