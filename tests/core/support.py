@@ -210,14 +210,15 @@ def write(
     row_bytes: int = 16,
     durability: Durability = Durability.PROCESS,
     tenant: str = TENANT,
+    count: int = 0,
 ) -> RowsWritten:
-    """Writes rows into one tensor of a live prefix."""
-    count = len(data) // row_bytes
+    """Writes rows into one tensor of a live prefix; of rows without bytes, `count` of them."""
+    count = count or len(data) // row_bytes
     head = WriteRowsHeader(name, slot, side, first_row, count, durability)
     session = store.write_rows(tenant, head)
     try:
         step = max(1, (1 << 20) // row_bytes)
-        for row in range(0, count, step):
+        for row in range(0, count if data else 0, step):
             piece = data[row * row_bytes : (row + step) * row_bytes]
             pieces = len(piece) // row_bytes
             session.write(RowChunk(0, 0, first_row + row, pieces, crc32c(piece), piece))
