@@ -137,7 +137,7 @@ class Recovery:
             token_count=count,
         )
         if not kept and prefix.file is None:
-            transaction.update(prefix.id, state="registered", row_counts="")
+            transaction.update(prefix.id, state="registered", row_counts="", disk_bytes=0)
         elif not kept and layout == in_file:
             even = len(set(counts)) <= 1
             transaction.update(
@@ -146,6 +146,7 @@ class Recovery:
                 row_counts="" if even else json.dumps(counts),
                 file_layout=None,
                 file_row_counts="",
+                disk_bytes=self._directory.resolve(prefix.file or "").stat().st_size,
             )
         transaction.new_generation(prefix.id)
         left = {tensor.key: count for tensor, count in zip(layout.tensors, counts, strict=True)}

@@ -15,6 +15,7 @@ it, so what a dead process left behind is known by its name, and only a process 
 one's lock may remove it. Knows no keys and no rows.
 """
 
+import contextlib
 import fcntl
 import os
 import re
@@ -160,21 +161,19 @@ class DataDirectory:
 
     def _read_or_make_token(self) -> bytes:
         path = self.path / "host-token"
-        if not path.exists():
+        if not path.exists() or path.stat().st_size != HOST_TOKEN_BYTES:
+            # A power cut may have left its name without its bytes: any 32 random ones are as good.
             # Linked into place, so that of two processes one wins and nobody reads a part of it.
             scratch = self.run / f"{self.instance}.token"
             scratch.touch(mode=0o600)
             scratch.write_bytes(secrets.token_bytes(HOST_TOKEN_BYTES))
-            try:
-                os.link(scratch, path)
-            except FileExistsError:
-                pass
-            finally:
+            if path.exists():
+                scratch.rename(path)
+            else:
+                with contextlib.suppress(FileExistsError):
+                    os.link(scratch, path)
                 scratch.unlink()
-        token = path.read_bytes()
-        if len(token) != HOST_TOKEN_BYTES:
-            raise CannotStart(f"{path} does not hold {HOST_TOKEN_BYTES} bytes: remove it")
-        return token
+        return path.read_bytes()
 
 
 def file_system_type(path: Path) -> str:

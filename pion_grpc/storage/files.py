@@ -19,6 +19,7 @@ import apsw
 if sys.platform == "darwin":
     import fcntl
 
+_JOURNAL, _WAL = apsw.SQLITE_OPEN_MAIN_JOURNAL, apsw.SQLITE_OPEN_WAL
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -79,6 +80,10 @@ class PowerCut(Files):
         self._lock = threading.RLock()
         self._contents: dict[int, bytes] = {}
         self._names: dict[Path, int] = {}
+        for path in root.rglob("*"):
+            if path.is_file():  # what is there already is on the disk
+                self._names[path] = path.stat().st_ino
+                self._contents[path.stat().st_ino] = path.read_bytes()
         self.written_bytes = 0
         self.fail_after_bytes: int | None = None
         self._vfs = _RecordingVFS(self, self.vfs)
@@ -107,13 +112,15 @@ class PowerCut(Files):
             self._names = {p: i for p, i in self._names.items() if p.parent != path}
             self._names.update({p: p.stat().st_ino for p in path.iterdir() if p.is_file()})
 
-    def sync_database(self, path: Path) -> None:
-        """Remembers a database file; SQLite syncs the directory of those itself."""
+    def sync_database(self, path: Path, *, directory: bool) -> None:
+        """Remembers a database file, and with `directory` the names beside it."""
         if path.exists():
             with self._lock:
                 inode = path.stat().st_ino
                 self._contents[inode] = path.read_bytes()
                 self._names[path] = inode
+                if directory:
+                    self.sync_directory(path.parent)
 
     def cut(self, target: Path) -> None:
         """Writes to the new directory `target` what a disk would hold now."""
@@ -142,10 +149,14 @@ class _RecordingFile(apsw.VFSFile):
         super().__init__("", name, flags)
         self._files = files
         self._path = Path(name.filename() if isinstance(name, apsw.URIFilename) else name or "")
+        # As SQLite does: the first sync of a log or journal also syncs the directory. So a journal
+        # that was deleted before does not come back with the power, and undoes nothing.
+        self._sync_directory = bool(flags[0] & (_JOURNAL | _WAL))
 
     def xSync(self, flags: int) -> None:  # noqa: N802
         super().xSync(flags)
-        self._files.sync_database(self._path)
+        self._files.sync_database(self._path, directory=self._sync_directory)
+        self._sync_directory = False
 
     def xWrite(self, data: bytes, offset: int) -> None:  # noqa: N802
         try:

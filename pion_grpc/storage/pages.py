@@ -205,7 +205,7 @@ class RowFile:
             self._descriptor = (
                 files.create(path)
                 if self._new
-                else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+                else os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
             )
         self.offset = os.lseek(self._descriptor, 0, os.SEEK_END)
 

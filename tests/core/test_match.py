@@ -172,7 +172,7 @@ probes = st.tuples(st.sampled_from(EDGES), st.sampled_from(ORDERS))
 unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(unhurried, max_examples=150)
+@settings(unhurried, max_examples=80)
 @given(steps, probes)
 def test_a_match_is_never_other_than_the_longest_common_prefix(
     store: PrefixStore, changes: list[Step], probe: tuple[int, int]
