@@ -29,6 +29,8 @@ SCHEMA_VERSION = 1
 SQLITE_OLDEST = (3, 51, 3)
 """Earlier ones can lose a committed transaction when a WAL is reset under several connections."""
 BUSY_MS = 60_000
+LOG_PAGES = 500
+"""Length of the log from which on a commit copies it into the database."""
 EQUALS_MAX = 64
 """Equal matches among which the most recently used is chosen."""
 _AFTER_ANY_TOKENS = b"\xff" * 257
@@ -275,9 +277,16 @@ class Catalog:
             raise DiskFull(f"the catalogue cannot be written: {error}") from error
 
     def checkpoint(self) -> None:
-        """Folds the log into the database and truncates it, if nobody is reading it."""
-        with self._connection() as connection, contextlib.suppress(apsw.BusyError):
-            connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        """Folds the log into the database and truncates it, if nobody is reading it.
+
+        Raises:
+            DiskFull: the database cannot grow.
+        """
+        try:
+            with self._connection() as connection, contextlib.suppress(apsw.BusyError):
+                connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        except (apsw.FullError, apsw.IOError) as error:
+            raise DiskFull(f"the catalogue cannot be written: {error}") from error
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[apsw.Connection]:
@@ -300,11 +309,11 @@ class Catalog:
             "synchronous = NORMAL",
             "fullfsync = 1",
             f"journal_size_limit = {16 << 20}",
-            "wal_autocheckpoint = 500",
             "foreign_keys = OFF",  # references document; `core` removes in the right order
             "temp_store = MEMORY",
         ):
             connection.execute(f"PRAGMA {pragma}").fetchall()
+        connection.set_wal_hook(_fold)
         return connection
 
     def _prepare(self) -> None:
@@ -338,6 +347,14 @@ class Catalog:
         connection.execute("INSERT OR IGNORE INTO meta VALUES ('clock', 0), ('generation', 0)")
         connection.pragma("application_id", APPLICATION_ID)
         connection.pragma("user_version", SCHEMA_VERSION)
+
+
+def _fold(connection: apsw.Connection, name: str, pages: int) -> int:
+    """Copies a log that has grown into the database; after a commit, which it never takes back."""
+    if pages >= LOG_PAGES:
+        with contextlib.suppress(apsw.Error):  # on a full disk the log stays, and works on
+            connection.wal_checkpoint(name)
+    return apsw.SQLITE_OK
 
 
 _MIGRATIONS = (_SCHEMA + sides.SCHEMA + blobs.SCHEMA + keyspace.SCHEMA,)

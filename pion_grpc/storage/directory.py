@@ -110,7 +110,7 @@ class DataDirectory:
 
     def written_files(self) -> Iterator[Path]:
         """Yields the files that any instance wrote."""
-        for directory in (self.segments, self.rows):
+        for directory in (self.segments, self.rows, self.blobs):
             yield from (path for path in directory.iterdir() if _WRITTEN.match(path.name))
 
     def resolve(self, name: str) -> Path:

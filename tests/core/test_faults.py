@@ -346,7 +346,7 @@ def test_rows_on_a_full_disk_leave_what_was_there(
     store.register(TENANT, "p", SMALL)
     for side in Side:
         write(store, "p", 0, b"a" * 1600, side=side)
-    snapshot = store.snapshot(TENANT, "p")
+    snapshot = store.snapshots.take(TENANT, "p")
     usage = []
 
     def unchanged() -> None:
@@ -370,7 +370,7 @@ def test_rows_on_a_full_disk_leave_what_was_there(
             break
     assert failed > 4
     assert set(usage) == {3200}, "rows that were given up still lie there"
-    assert store.restore_snapshot(TENANT, "p", snapshot)
+    assert store.snapshots.restore(TENANT, "p", snapshot)
     unchanged()
 
 
