@@ -10,7 +10,11 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
+
+AttendChoice = Literal["auto", "mlx", "numpy", "off"]
+"""What computes attention; auto is MLX on a Mac with Apple silicon and NumPy elsewhere."""
+AttendDtype = Literal["f32", "f16"]
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -80,6 +84,15 @@ class Config:
     resident_budget: int = _setting(
         2 << 30, parse_bytes, "bytes that attend keeps resident", "SIZE"
     )
+    attend: AttendChoice = _setting(
+        "auto", str, "attention on this server: auto, mlx, numpy or off", "BACKEND"
+    )
+    attend_dtype: AttendDtype = _setting(
+        "f32", str, "what attend keeps K and V as: f32 or f16", "TYPE"
+    )
+    fa_window: int = _setting(
+        0, int, "rows at the end that attend queries see unless they say otherwise; 0: all", "ROWS"
+    )
     streams_max: int = _setting(64, int, "streams served at once", "N")
     stall_ms: int = _setting(
         60_000, int, "a stream whose peer does nothing for so long is cut off", "MS"
@@ -106,6 +119,12 @@ class Config:
             raise ValueError("--disk-budget: below 16 MiB there is no room for the catalogue")
         if not 1 <= self.streams_max <= 1_024:
             raise ValueError("--streams-max: 1 to 1024")
+        for name, choices in (("attend", AttendChoice), ("attend_dtype", AttendDtype)):
+            if getattr(self, name) not in get_args(choices):
+                flag, known = name.replace("_", "-"), ", ".join(get_args(choices))
+                raise ValueError(f"--{flag}: {getattr(self, name)!r} is none of {known}")
+        if self.fa_window < 0:
+            raise ValueError("--fa-window: 0 or more")
         for name in ("stall_ms", "drain_ms", "grace_ms"):
             if not 0 <= getattr(self, name) <= 3_600_000:
                 raise ValueError(f"--{name.replace('_', '-')}: 0 to 3600000")

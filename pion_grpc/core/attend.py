@@ -24,7 +24,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from pion_grpc.backends import Answer, Backend, QueryError, Resident, check
-from pion_grpc.core.attend_query import Ask
+from pion_grpc.core.attend_query import FIELDS, Ask
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Reading
 from pion_grpc.core.values import FetchQuery, check_namespace
@@ -113,15 +113,15 @@ class Warmed(NamedTuple):
 class Telemetry(NamedTuple):
     """Counts for people who watch the server."""
 
-    warm: int
+    warm: int = 0
     """Entries that are resident."""
-    cold: int
+    cold: int = 0
     """Entries that are known but not resident."""
-    demotions: int
+    demotions: int = 0
     """Transitions from resident to cold since the start."""
-    rehydrates: int
+    rehydrates: int = 0
     """Transitions from cold to resident since the start."""
-    resident_bytes: int
+    resident_bytes: int = 0
     """K and V that are resident. Block summaries come on top, at most a quarter of that."""
 
 
@@ -297,7 +297,7 @@ class Attend:
             query = ask.query(resident, self.window)
             check(query, resident)
         except QueryError as error:
-            raise InvalidRequest(error.field, error.reason) from error
+            raise InvalidRequest(FIELDS.get(error.field, error.field), error.reason) from error
         return self.backend.attend(resident, query)
 
     def _resident(self, key: Key, *, warm: bool) -> Resident:

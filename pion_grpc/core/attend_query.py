@@ -27,6 +27,16 @@ from pion_grpc.backends.query import counts, indices, tensor
 Bytes = bytes | memoryview
 
 
+FIELDS = {
+    "q": "data",
+    "k_suffix": "suffix_k",
+    "v_suffix": "suffix_v",
+    "block_tokens": "block_rows",
+    "window": "window_rows",
+}
+"""What the contract calls a field, where a backend calls it otherwise."""
+
+
 class SuffixBytes(NamedTuple):
     """K and V that follow the prefix: f32 [kv heads][rows][head_dim] each."""
 

@@ -1,6 +1,6 @@
 """The one table from domain errors to gRPC: code, and the rich status that carries the reason.
 
-Whatever leaves a handler passes `translated`; what is not a `PionError` is logged there, once, with its
+Whatever leaves a handler passes `problem_of`; what is not a `PionError` is logged there, once, with its
 traceback, and leaves as INTERNAL without a word of it.
 """
 
@@ -67,20 +67,25 @@ def error_status(error: PionError) -> status_pb2.Status:
     return status
 
 
+def problem_of(error: Exception, method: str) -> PionError:
+    """Returns the domain error that the peer is told; what is none is logged, here and only here."""
+    if isinstance(error, PionError):
+        return error
+    if isinstance(error, LayoutError):
+        return InvalidRequest(f"layout.{error.field}", error.message)
+    _log.exception("internal error", method=method)
+    return PionError("internal error; the server's log has the details")
+
+
 @contextlib.contextmanager
 def translated(context: grpc.ServicerContext, method: str) -> Iterator[None]:
     """Ends the call with the status of what is raised inside."""
     try:
         yield
-    except PionError as error:
-        problem = error
-    except LayoutError as error:
-        problem = InvalidRequest(f"layout.{error.field}", error.message)
-    except Exception:
-        if not context.is_active():
+    except Exception as error:
+        if not isinstance(error, PionError | LayoutError) and not context.is_active():
             raise  # the peer is gone: nobody to tell, and what was raised follows from that
-        _log.exception("internal error", method=method)
-        problem = PionError("internal error; the server's log has the details")
+        problem = problem_of(error, method)
     else:
         return
     context.abort_with_status(rpc_status.to_status(error_status(problem)))

@@ -1,4 +1,4 @@
-"""Services of the contract that this release does not have yet: every call says so, with a reason."""
+"""Services of the contract that this server does not have: every call says so, with a reason."""
 
 from typing import Any, NoReturn
 
@@ -11,7 +11,8 @@ from pion_grpc.rpc.service import Call
 class UnimplementedService:
     """Answers every method of a service with UNIMPLEMENTED."""
 
-    def __init__(self, descriptor: ServiceDescriptor) -> None:
+    def __init__(self, descriptor: ServiceDescriptor, why: str) -> None:
+        self._why = why
         self._name = descriptor.name
         self._methods = {method.name for method in descriptor.methods}
 
@@ -20,6 +21,6 @@ class UnimplementedService:
             raise AttributeError(name)
 
         def refuse(request: object, call: Call) -> NoReturn:
-            raise NoBackend(f"{self._name}.{name} is not part of this release")
+            raise NoBackend(f"{self._name}.{name} {self._why}")
 
         return refuse

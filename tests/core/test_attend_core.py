@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,11 +50,19 @@ MODEL = "mlx1:00000000000000000000000000000000"
 RESIDENT, COLD, MISSING = EntryState.RESIDENT, EntryState.COLD, EntryState.MISSING
 
 
-@pytest.fixture
-def store(short_tmp: Path) -> Iterator[PrefixStore]:
-    store = PrefixStore(DataDirectory(short_tmp / "data"), budget_bytes=1 << 30)
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixStore]:
+    directory = DataDirectory(tmp_path_factory.mktemp("attend"))
+    store = PrefixStore(directory, budget_bytes=1 << 30)
     yield store
     store.close()
+
+
+@pytest.fixture
+def store(shelf: PrefixStore) -> Iterator[PrefixStore]:
+    """An empty store."""
+    yield shelf
+    shelf.drop("", [info.namespace for info in shelf.list_page("")])
 
 
 @pytest.fixture
@@ -288,32 +295,32 @@ def test_computing_over_rows_that_come_along_leaves_nothing_resident(attend: Att
 @pytest.mark.parametrize(
     ("field", "change"),
     [
-        ("q", {"q": b""}),
-        ("q", {"q": bytes(4 * HEADS * DIM - 4)}),
-        ("q", {"heads": 0}),
-        ("q", {"head_dim": 0}),
-        ("q", {"head_dim": DIM // 2, "q": bytes(4 * HEADS * DIM // 2)}),
-        ("q", {"heads": 3, "q": bytes(4 * 3 * DIM)}),
-        ("q", {"queries": 0, "q": b""}),
-        ("q", {"queries": 2}),
+        ("data", {"q": b""}),
+        ("data", {"q": bytes(4 * HEADS * DIM - 4)}),
+        ("data", {"heads": 0}),
+        ("data", {"head_dim": 0}),
+        ("data", {"head_dim": DIM // 2, "q": bytes(4 * HEADS * DIM // 2)}),
+        ("data", {"heads": 3, "q": bytes(4 * 3 * DIM)}),
+        ("data", {"queries": 0, "q": b""}),
+        ("data", {"queries": 2}),
         ("kv_heads", {"kv_heads": HEADS + 1}),
         ("head_map", {"head_map": bytes(1)}),
         ("head_map", {"head_map": bytes([0, HEADS])}),
         ("scale", {"scale": float("nan")}),
         ("scale", {"scale": 0.0}),
-        ("window", {"window": -1}),
-        ("k_suffix", {"suffix": SuffixBytes(1, b"", b"")}),
-        ("v_suffix", {"suffix": SuffixBytes(1, bytes(4 * HEADS * DIM), bytes(4))}),
+        ("window_rows", {"window": -1}),
+        ("suffix_k", {"suffix": SuffixBytes(1, b"", b"")}),
+        ("suffix_v", {"suffix": SuffixBytes(1, bytes(4 * HEADS * DIM), bytes(4))}),
         ("indices", {"indices": IndexBytes(3, bytes(4), bytes(4 * HEADS))}),
         ("counts", {"indices": IndexBytes(1, bytes(4 * HEADS), bytes(4))}),
         ("counts", {"indices": IndexBytes(1, bytes(4 * HEADS), b"\2\0\0\0" * HEADS)}),
-        ("block_tokens", {"choice": BlockChoice(0, 1, "mean")}),
+        ("block_rows", {"choice": BlockChoice(0, 1, "mean")}),
         ("blocks", {"choice": BlockChoice(1, 0, "mean")}),
         (
             "indices",
             {"indices": IndexBytes(0, b"", bytes(8)), "choice": BlockChoice(1, 1, "mean")},
         ),
-        ("q", {"choice": BlockChoice(1, 1, "mean"), "q": bytes(8 * HEADS * DIM)}),
+        ("data", {"choice": BlockChoice(1, 1, "mean"), "q": bytes(8 * HEADS * DIM)}),
     ],
 )
 def test_a_query_that_does_not_fit_is_refused_and_changes_nothing(

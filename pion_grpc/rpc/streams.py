@@ -1,0 +1,103 @@
+"""Client streams: a header, then chunks, which a session takes and publishes as a whole or not at all.
+
+Shared by the services that take rows or bytes in. Knows the two shapes that the messages of such streams
+have, and nothing of what is in them.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from pion_grpc.errors import InvalidRequest
+from pion_wire import limits
+from pion_wire.framing import FrameError, HeaderBytes, PartChunk, RowChunk, parse_message
+
+CHUNK_MESSAGE_BYTES_MAX = limits.CHUNK_BYTES_MAX + 4_096
+
+StreamMessage = TypeVar("StreamMessage", bound=Message)
+Answer = TypeVar("Answer", covariant=True)
+
+
+class Session(Protocol[Answer]):
+    """What takes the chunks of a client stream."""
+
+    def write(self, chunk: Any) -> None:
+        """Takes the next chunk."""
+
+    def publish(self) -> Answer:
+        """Makes what came visible."""
+
+    def abandon(self) -> None:
+        """Removes what came."""
+
+
+def header_of(messages: Iterator[bytes], kind: type[StreamMessage]) -> Any:
+    """Returns the header that a client stream begins with.
+
+    Raises:
+        InvalidRequest: it does not begin with one.
+    """
+    message = next(messages, None)
+    if message is None:
+        raise InvalidRequest("header", "the stream is empty")
+    parsed = _parsed(message, kind, "header")
+    if not parsed.HasField("header"):
+        raise InvalidRequest("header", "the stream does not begin with one")
+    return parsed.header
+
+
+def row_chunks(messages: Iterator[bytes]) -> Iterator[RowChunk | PartChunk]:
+    """Yields the chunks of a stream of rows and parts, as views into its messages.
+
+    Raises:
+        InvalidRequest: a message holds no chunk, or more than one may have.
+    """
+    for message in messages:
+        _check_size(message)
+        try:
+            chunk = parse_message(message)
+        except FrameError as error:
+            raise InvalidRequest("message", str(error)) from error
+        if isinstance(chunk, HeaderBytes):
+            raise InvalidRequest("header", "came twice")
+        yield chunk
+
+
+def byte_chunks(messages: Iterator[bytes], kind: type[StreamMessage]) -> Iterator[PartChunk]:
+    """Yields the chunks of a stream of bytes; raises as `row_chunks` does."""
+    for message in messages:
+        _check_size(message)
+        parsed = _parsed(message, kind, "message")
+        if not parsed.HasField("bytes"):
+            raise InvalidRequest("bytes", "a message of the stream holds none")
+        chunk = parsed.bytes
+        yield PartChunk(chunk.part_index, chunk.offset_bytes, chunk.crc32c, chunk.data)
+
+
+def fill(session: Session[Answer], chunks: Iterable[RowChunk | PartChunk]) -> Answer:
+    """Hands chunks to a session, and publishes it or abandons it."""
+    try:
+        for chunk in chunks:
+            session.write(chunk)
+        return session.publish()
+    except BaseException:
+        session.abandon()
+        raise
+
+
+def _check_size(message: bytes) -> None:
+    if len(message) > CHUNK_MESSAGE_BYTES_MAX:
+        raise InvalidRequest(
+            "message",
+            f"{len(message)} bytes exceed a chunk of {limits.CHUNK_BYTES_MAX} and its fields",
+            limit=limits.CHUNK_BYTES_MAX,
+        )
+
+
+def _parsed(message: bytes, kind: type[StreamMessage], field: str) -> Any:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        problem = f"not a {kind.DESCRIPTOR.name}, or a text in it is not UTF-8"
+        raise InvalidRequest(field, problem) from error
