@@ -298,10 +298,10 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
             parent=parent,
             parts=parts_of(row),
         )
-        *_, last = segment.entries()
-        size = len(segment.header()) + last.end
-        reservation = transaction.reserve(workshop.directory.instance, row.tenant, row.id, size)
-        workshop.space.make_room(transaction, row.tenant, size)
+        reservation = transaction.reserve(
+            workshop.directory.instance, row.tenant, row.id, segment.file_bytes
+        )
+        workshop.space.make_room(transaction, row.tenant, segment.file_bytes)
     workshop.space.sweep()
     name = f"segments/{workshop.directory.instance}-{row.id}-{reservation}.safetensors"
     writer, sealed = None, False
@@ -340,7 +340,7 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
                 file_layout=None,
                 file_row_counts="",
                 row_counts="" if uniform else json.dumps(list(counts)),
-                disk_bytes=writer.file_bytes,
+                disk_bytes=segment.file_bytes,
                 durability=Durability.DISK.value,
                 boot=None,
             )

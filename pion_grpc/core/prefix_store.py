@@ -660,7 +660,7 @@ class PrefixStore:
                     status.st_dev,
                     status.st_ino,
                     status.st_size,
-                    len(segment_layout(row, parent).header()),
+                    segment_layout(row, parent).data_offset,
                     begin - row.base,
                     end - begin,
                     begin,

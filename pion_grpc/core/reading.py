@@ -88,14 +88,31 @@ class CorruptPrefix(Corrupt):
 def segment_layout(prefix: PrefixRow, parent_namespace: str) -> SegmentLayout:
     """Returns where everything lies in the segment of a prefix, which may have outgrown it."""
     counts = tuple(json.loads(prefix.file_row_counts)) if prefix.file_layout else None
+    return _segment_layout(
+        prefix.file_layout or prefix.layout,
+        own_row_counts(prefix) if counts is None else counts,
+        prefix.file_tokens,
+        prefix.model_id,
+        prefix.base,
+        parent_namespace,
+        prefix.parts,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _segment_layout(
+    layout: str,
+    row_counts: tuple[int, ...],
+    token_count: int,
+    model_id: str,
+    base: int,
+    parent: str,
+    parts: str,
+) -> SegmentLayout:
+    """Segments are read many times, and deriving where everything lies costs more than opening one."""
+    infos = tuple(PartInfo(*part) for part in json.loads(parts))
     return SegmentLayout(
-        layout=Layout.from_json(prefix.file_layout or prefix.layout),
-        row_counts=own_row_counts(prefix) if counts is None else counts,
-        token_count=prefix.file_tokens,
-        model_id=prefix.model_id,
-        base=prefix.base,
-        parent=parent_namespace,
-        parts=parts_of(prefix),
+        Layout.from_json(layout), row_counts, token_count, model_id, base, parent, infos
     )
 
 
@@ -343,7 +360,7 @@ class Reading:
             run = open_segment(path, segment)
         self._files.append(run.file)
         self._runs.append((run, prefix.id))
-        entries = {entry.name: entry for entry in segment.entries()}
+        entries = segment.arrays
         counts = dict(zip(segment.layout.tensors, segment.row_counts, strict=True))
         for index in self.tensors:
             tensor = self.layout.tensors[index]

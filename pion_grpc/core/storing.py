@@ -149,7 +149,7 @@ class StoreSession:
             owner=None,
             file=self._file,
             file_tokens=header.token_count,
-            disk_bytes=self._writer.file_bytes,
+            disk_bytes=self._segment.file_bytes,
             boot=None if on_disk else self._workshop.boot,
         )
         generation = transaction.new_generation(row.id)
@@ -167,7 +167,7 @@ class StoreSession:
             already_stored=False,
             generation=generation,
             token_count=header.token_count,
-            stored_bytes=self._writer.file_bytes,
+            stored_bytes=self._segment.file_bytes,
             durability=header.durability,
             base=row.base,
         )
@@ -219,11 +219,8 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
             parent=parent.namespace if parent else "",
             parts=header.parts,
         )
-        *_, last = segment.entries()
-        head = segment.header()
-        if len(head) > HEADER_BYTES_MAX:
+        if segment.data_offset > HEADER_BYTES_MAX:
             raise InvalidRequest("parts", f"their descriptions exceed {HEADER_BYTES_MAX} bytes")
-        size = len(head) + last.end
         prefix = transaction.insert(
             NewPrefix(
                 tenant=tenant,
@@ -239,11 +236,11 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
                 parent=parent.id if parent else None,
                 depth=parent.depth + 1 if parent else 0,
                 parts=json.dumps([list(part) for part in header.parts]),
-                disk_bytes=size,
+                disk_bytes=segment.file_bytes,
                 durability=header.durability.value,
             )
         )
-        workshop.space.make_room(transaction, tenant, size)
+        workshop.space.make_room(transaction, tenant, segment.file_bytes)
     workshop.space.sweep()
     name = f"segments/{workshop.directory.instance}-{prefix}.safetensors"
     return StoreSession(workshop, tenant, header, prefix, name, segment)

@@ -119,16 +119,14 @@ def open_segment(path: Path, segment: SegmentLayout) -> CheckedRun:
     """
     file = OpenFile(path)
     try:
-        header = segment.header()
-        *_, checksums = segment.entries()
-        size = len(header) + checksums.end
         actual = os.fstat(file.descriptor).st_size
-        if actual != size:
-            raise Corrupt(f"{path} has {actual} bytes instead of {size}")
-        if file.read(0, len(header)) != header:
+        if actual != segment.file_bytes:
+            raise Corrupt(f"{path} has {actual} bytes instead of {segment.file_bytes}")
+        offset, size = segment.data_offset, segment.paged_bytes
+        if file.read(0, offset) != segment.header:
             raise Corrupt(f"{path} has another header than it was written with")
-        table = file.read(len(header) + checksums.begin, checksums.end - checksums.begin)
-        return CheckedRun(file, len(header), checksums.begin, table)
+        checksums = file.read(offset + size, segment.file_bytes - offset - size)
+        return CheckedRun(file, offset, size, checksums)
     except BaseException:
         file.close()
         raise
@@ -142,15 +140,12 @@ class SegmentWriter:
         self._path = path
         self._scratch = path.with_name(path.name + ".tmp")
         self._checksums = PageChecksums()
-        header = segment.header()
-        *_, last = segment.entries()
-        self._missing = last.begin
-        self.file_bytes = len(header) + last.end
+        self._missing = segment.paged_bytes
         self._descriptor = -1
         try:
             with disk_errors(path):
                 self._descriptor = files.create(self._scratch)
-                files.write(self._descriptor, header)
+                files.write(self._descriptor, segment.header)
         except BaseException:
             self.abandon()
             raise

@@ -27,7 +27,7 @@ from pion_client.fetching import Announced, Progress, parts_of
 from pion_client.values import Array, Part
 from pion_wire import limits
 from pion_wire.layout import Layout, PartInfo, TensorLayout
-from pion_wire.segment import SegmentError, SegmentHeader, header_length, parse_header
+from pion_wire.segment import SegmentError, SegmentLayout, header_length, parse_header
 from pion_wire.v1 import prefix_store_pb2 as pb
 
 LEASE_MS = 2_000
@@ -52,7 +52,7 @@ class _Extent(NamedTuple):
     """Rows of one open segment."""
 
     descriptor: int
-    header: SegmentHeader
+    header: SegmentLayout
     file_row: int
     row_count: int
     first_row: int
@@ -151,10 +151,10 @@ class Exported:
         header = _read_header(descriptor, extent.file_name)
         if (header.data_offset, header.file_bytes) != (extent.data_offset_bytes, status.st_size):
             raise CannotExport(f"{extent.file_name} is not laid out as announced")
-        if header.segment.layout != layout:
+        if header.layout != layout:
             raise CannotExport(f"{extent.file_name} has another layout")
         rows_end = extent.file_row + extent.row_count
-        if any(rows_end > row_count for row_count in header.segment.row_counts):
+        if any(rows_end > row_count for row_count in header.row_counts):
             raise CannotExport(f"{extent.file_name} has fewer rows than announced")
         return _Extent(descriptor, header, extent.file_row, extent.row_count, extent.first_row)
 
@@ -167,7 +167,7 @@ class Exported:
             places = [
                 (part, extent.descriptor, extent.header.data_offset + entry.begin)
                 for extent in self._extents
-                for index, own in enumerate(extent.header.segment.parts)
+                for index, own in enumerate(extent.header.parts)
                 if own == part and (entry := extent.header.arrays[f"part.{index}"])
             ]
             if not places:
@@ -180,7 +180,7 @@ class Exported:
     def _mostly_used(self) -> bool:
         """Whether MLX, which loads whole tensors, would load little that is not asked for."""
         used = sum(extent.row_count for extent in self._extents)
-        held = sum(max(extent.header.segment.row_counts, default=0) for extent in self._extents)
+        held = sum(max(extent.header.row_counts, default=0) for extent in self._extents)
         return bool(self._extents) and used >= held * _MOSTLY
 
     def _load_mlx(self) -> dict[TensorLayout, Array]:
@@ -278,7 +278,7 @@ def _open_inside(directory: int, name: str) -> int:
             raise CannotExport(f"{name} cannot be opened: {error}") from error
 
 
-def _read_header(descriptor: int, name: str) -> SegmentHeader:
+def _read_header(descriptor: int, name: str) -> SegmentLayout:
     try:
         length = header_length(os.pread(descriptor, 8, 0))
         return _parsed(os.pread(descriptor, length, 8))
@@ -319,7 +319,7 @@ def _read_some(descriptor: int, view: memoryview, offset: int) -> int:
     return count
 
 
-def _verify(descriptor: int, header: SegmentHeader) -> None:
+def _verify(descriptor: int, header: SegmentLayout) -> None:
     entry = header.arrays["crc32c"]
     checksums = np.empty(entry.shape, "<u4")
     _read_into(descriptor, checksums.view(np.uint8), header.data_offset + entry.begin)

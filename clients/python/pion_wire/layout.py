@@ -119,17 +119,31 @@ class TensorLayout:
     @property
     def arrays(self) -> tuple[ArrayLayout, ...]:
         """The arrays that its codec keeps, in the order in which they are stored and sent."""
-        return codecs.parse(self.codec).arrays(self.heads, self.head_dim, self.dtype.value)
+        return _stored_as(self.codec, self.heads, self.head_dim, self.dtype).arrays
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one stored row, over all arrays."""
-        return sum(array.row_bytes for array in self.arrays)
+        return _stored_as(self.codec, self.heads, self.head_dim, self.dtype).row_bytes
 
 
-@dataclass(frozen=True, slots=True)
+class _StoredAs(NamedTuple):
+    arrays: tuple[ArrayLayout, ...]
+    row_bytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored_as(codec: str, heads: int, head_dim: int, dtype: DType) -> _StoredAs:
+    arrays = codecs.parse(codec).arrays(heads, head_dim, dtype.value)
+    return _StoredAs(arrays, sum(array.row_bytes for array in arrays))
+
+
+@dataclass(frozen=True)
 class Layout:
-    """All tensors of a prefix: ordered by slot, K before V, none twice."""
+    """All tensors of a prefix: ordered by slot, K before V, none twice.
+
+    What follows from them is derived once: every answer about a prefix asks for it.
+    """
 
     tensors: tuple[TensorLayout, ...]
 
@@ -140,12 +154,12 @@ class Layout:
         if any(earlier >= later for earlier, later in itertools.pairwise(order)):
             raise LayoutError("tensors", "tensors must be ordered by slot, K before V, none twice")
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes of one token over all tensors."""
         return sum(tensor.row_bytes for tensor in self.tensors)
 
-    @property
+    @functools.cached_property
     def fidelity(self) -> str:
         """`raw`, or the codecs of a lossy prefix: tensors of one codec together, in order."""
         codecs = [tensor.codec for tensor in self.tensors]
@@ -155,6 +169,10 @@ class Layout:
 
     def to_json(self) -> str:
         """Returns the canonical text: equal layouts have equal texts."""
+        return self._json
+
+    @functools.cached_property
+    def _json(self) -> str:
         rows = [
             [t.slot, t.side.value, t.heads, t.head_dim, t.dtype.value, t.codec]
             for t in self.tensors

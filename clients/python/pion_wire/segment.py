@@ -24,6 +24,7 @@ Knows bytes only; the server writes and reads them through its storage layer, th
 imports the same format.
 """
 
+import functools
 import json
 import struct
 from collections.abc import Iterator
@@ -57,9 +58,9 @@ class ArrayEntry(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SegmentLayout:
-    """Where everything in a segment lies; derived from what a Store declares before its first row."""
+    """Where everything in a segment lies; derived once from what is declared before the first row."""
 
     layout: Layout
     row_counts: tuple[int, ...]
@@ -73,8 +74,27 @@ class SegmentLayout:
     namespace: str = ""
     """The name it was stored under; empty if the file does not say."""
 
-    def entries(self) -> Iterator[ArrayEntry]:
-        """Yields the arrays in file order, the checksums last."""
+    @functools.cached_property
+    def arrays(self) -> dict[str, ArrayEntry]:
+        """The arrays by name, in file order; the checksums come last."""
+        return {entry.name: entry for entry in self._entries()}
+
+    @property
+    def data_offset(self) -> int:
+        """Where the data begins in the file."""
+        return len(self.header)
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes of data that the page checksums cover."""
+        return self.arrays["crc32c"].begin
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.data_offset + self.arrays["crc32c"].end
+
+    def _entries(self) -> Iterator[ArrayEntry]:
         position = 0
 
         def entry(name: str, dtype: str, shape: tuple[int, ...]) -> ArrayEntry:
@@ -90,8 +110,9 @@ class SegmentLayout:
         yield entry("token_ids", "U32", (self.token_count,))
         yield entry("crc32c", "U32", (page_count(position),))
 
+    @functools.cached_property
     def header(self) -> bytes:
-        """Returns everything before the data."""
+        """Everything before the data."""
         metadata = {
             "header_crc32c": _NO_CHECKSUM,  # first, so that it has a fixed place
             "format": FORMAT,
@@ -103,7 +124,7 @@ class SegmentLayout:
             "namespace": self.namespace,
         }
         table: dict[str, object] = {"__metadata__": metadata}
-        for entry in self.entries():
+        for entry in self.arrays.values():
             table[entry.name] = {
                 "dtype": entry.dtype,
                 "shape": entry.shape,
@@ -114,27 +135,6 @@ class SegmentLayout:
         checksum = f"{crc32c(text):08x}".encode()
         text = text[:_CHECKSUM_BEGIN] + checksum + text[_CHECKSUM_END:]
         return struct.pack("<Q", len(text)) + text
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentHeader:
-    """What the header of a segment says."""
-
-    segment: SegmentLayout
-    data_offset: int
-    """Where the data begins in the file."""
-    arrays: dict[str, ArrayEntry]
-    """The arrays by name."""
-
-    @property
-    def paged_bytes(self) -> int:
-        """Bytes of data that the page checksums cover."""
-        return self.arrays["crc32c"].begin
-
-    @property
-    def file_bytes(self) -> int:
-        """Size of the whole file."""
-        return self.data_offset + self.arrays["crc32c"].end
 
 
 def page_count(data_bytes: int) -> int:
@@ -156,7 +156,7 @@ def header_length(first_bytes: bytes) -> int:
     return int(length)
 
 
-def parse_header(text: bytes) -> SegmentHeader:
+def parse_header(text: bytes) -> SegmentLayout:
     """Takes the JSON of a header apart, and checks it against what it describes.
 
     Raises:
@@ -174,8 +174,8 @@ def parse_header(text: bytes) -> SegmentHeader:
             for name, entry in table.items()
         }
         segment = _segment(metadata, arrays)
-        expected = {entry.name: entry for entry in segment.entries()}
-        canonical = segment.header()[8:]
+        expected = segment.arrays
+        canonical = segment.header[8:]
     except SegmentError:
         raise
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -184,7 +184,7 @@ def parse_header(text: bytes) -> SegmentHeader:
         raise SegmentError("the offsets of the arrays contradict the layout")
     if canonical != text:
         raise SegmentError("the header is not what was written: it has changed")
-    return SegmentHeader(segment, 8 + len(text), arrays)
+    return segment
 
 
 def _segment(metadata: dict[str, Any], arrays: dict[str, ArrayEntry]) -> SegmentLayout:
