@@ -80,10 +80,11 @@ def _file_of(library: str | None) -> str:
         return ""
     try:
         function = getattr(ctypes.CDLL(library), _SYMBOL)
+        mapped = Path("/proc/self/maps").read_text().splitlines()
     except (OSError, AttributeError):
         return ""
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in mapped:
         span, *_, name = line.split(maxsplit=5)
         begin, _, end = span.partition("-")
         if int(begin, 16) <= address < int(end, 16):
