@@ -39,7 +39,6 @@ from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.messages import layout_to_message, part_to_message
 from pion_wire.segment import (
     SegmentError,
-    SegmentHeader,
     SegmentLayout,
     header_length,
     parse_header,
@@ -186,11 +185,11 @@ def _download(connection: Connection, info: PrefixInfo, path: Path, advance: Adv
             for data in _data(connection, info, rows, parts):
                 writer.write(data)
                 done += len(data)
-                advance(done, writer.file_bytes)
+                advance(done, segment.file_bytes)
             writer.finish(on_disk=True)
         finally:
             writer.abandon()
-    return _Written(writer.file_bytes, segment.token_count)
+    return _Written(segment.file_bytes, segment.token_count)
 
 
 def _data(
@@ -283,13 +282,8 @@ class Source(NamedTuple):
     """An open file whose header is sound; its pages are checked as they are read."""
 
     path: Path
-    header: SegmentHeader
+    segment: SegmentLayout
     run: CheckedRun
-
-    @property
-    def segment(self) -> SegmentLayout:
-        """What the header says."""
-        return self.header.segment
 
 
 @contextlib.contextmanager
@@ -308,16 +302,16 @@ def opened(path: Path) -> Iterator[Source]:
     with contextlib.closing(file):
         try:
             length = header_length(file.read(0, 8))
-            header = parse_header(file.read(8, length))
+            segment = parse_header(file.read(8, length))
             actual = os.fstat(file.descriptor).st_size
-            if actual != header.file_bytes:
-                raise SegmentError(f"{actual} bytes long, its header says {header.file_bytes}")
-            table = header.arrays["crc32c"]
-            checksums = file.read(header.data_offset + table.begin, table.end - table.begin)
-            run = CheckedRun(file, header.data_offset, header.paged_bytes, checksums)
+            if actual != segment.file_bytes:
+                raise SegmentError(f"{actual} bytes long, its header says {segment.file_bytes}")
+            table = segment.arrays["crc32c"]
+            checksums = file.read(segment.data_offset + table.begin, table.end - table.begin)
+            run = CheckedRun(file, segment.data_offset, segment.paged_bytes, checksums)
         except (SegmentError, core_errors.Corrupt) as error:
             raise _refused(path, error) from error
-        yield Source(path, header, run)
+        yield Source(path, segment, run)
 
 
 def _check_pages(source: Source, advance: Advance) -> None:
@@ -353,7 +347,7 @@ def _upload(
             "written row by row, without them",
             reason="INVALID",
         )
-    ids = source.header.arrays["token_ids"]
+    ids = source.segment.arrays["token_ids"]
     token_ids = bytes(source.run.read(ids.begin, ids.end))
     header = pb.PrefixStoreStoreHeader(
         namespace=namespace,
@@ -410,10 +404,10 @@ class _Outgoing:
             self.error = error
 
     def _chunks(self) -> Iterator[tuple[bytes, int]]:
-        segment, run, arrays = self._source.segment, self._source.run, self._source.header.arrays
+        segment, run = self._source.segment, self._source.run
         for tensor_index, tensor in enumerate(segment.layout.tensors):
             for array_index, array in enumerate(tensor.arrays):
-                entry, row = arrays[tensor.name + array.suffix], segment.base
+                entry, row = segment.arrays[tensor.name + array.suffix], segment.base
                 if entry.begin == entry.end:
                     continue
                 for data in run.chunks(entry.begin, entry.end, array.row_bytes):
@@ -421,7 +415,7 @@ class _Outgoing:
                     yield framing.frame_rows(tensor_index, array_index, row, count, data), len(data)
                     row += count
         for index, part in enumerate(segment.parts):
-            begin = arrays[f"part.{index}"].begin
+            begin = segment.arrays[f"part.{index}"].begin
             offset = 0
             for data in run.chunks(begin, begin + part.size_bytes, 1):
                 yield framing.frame_part(index, offset, data), len(data)

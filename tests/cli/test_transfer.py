@@ -42,7 +42,7 @@ def segment_file(path: Path, segment: SegmentLayout, token_ids: range | None = N
     """Writes a segment of random rows, and returns the file."""
     ids = np.array(token_ids or range(segment.token_count), "<u4").tobytes()
     writer = SegmentWriter(Files(), path, segment)
-    *_, table = segment.entries()
+    table = segment.arrays["crc32c"]
     writer.write(np.random.default_rng(7).bytes(table.begin - len(ids)))
     writer.write(ids)
     writer.finish(on_disk=False)
