@@ -205,13 +205,13 @@ def _limits() -> Iterator[Finding]:
 
 
 def _disk(data: Path) -> Finding:
-    from pion_grpc.storage.directory import _NETWORK_FILE_SYSTEMS, file_system_type
+    from pion_grpc.storage.directory import NETWORK_FILE_SYSTEMS, file_system_type
 
     there = next(path for path in (data, *data.parents) if path.exists())
     kind = file_system_type(there.resolve())
     free = shutil.disk_usage(there).free
     found = f"{data} ({kind}, {size(free)} free)"
-    if kind in _NETWORK_FILE_SYSTEMS:
+    if kind in NETWORK_FILE_SYSTEMS:
         return Finding("problem", "data directory", found, "network: name a local one with --data")
     if free < FREE_BYTES_WANTED:
         return Finding("note", "data directory", found, "free some, or name another with --data")

@@ -1,9 +1,26 @@
 """Logs: one JSON object per line where a program reads them, readable lines on a terminal."""
 
+import contextlib
 import logging
-from typing import TextIO
+from typing import TextIO, cast
 
 import structlog
+
+
+class _Unbreakable:
+    """A stream whose reader may go away: a server does not stop because nobody reads its log."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def set_up_logs(stream: TextIO) -> None:
@@ -21,6 +38,6 @@ def set_up_logs(stream: TextIO) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(stream),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unbreakable(stream))),
         cache_logger_on_first_use=True,
     )

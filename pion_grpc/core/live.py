@@ -297,6 +297,7 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
             base=row.base,
             parent=parent,
             parts=parts_of(row),
+            namespace=row.namespace,
         )
         reservation = transaction.reserve(
             workshop.directory.instance, row.tenant, row.id, segment.file_bytes

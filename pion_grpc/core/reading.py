@@ -96,6 +96,7 @@ def segment_layout(prefix: PrefixRow, parent_namespace: str) -> SegmentLayout:
         prefix.base,
         parent_namespace,
         prefix.parts,
+        prefix.namespace,
     )
 
 
@@ -108,11 +109,12 @@ def _segment_layout(
     base: int,
     parent: str,
     parts: str,
+    namespace: str,
 ) -> SegmentLayout:
     """Segments are read many times, and deriving where everything lies costs more than opening one."""
     infos = tuple(PartInfo(*part) for part in json.loads(parts))
     return SegmentLayout(
-        Layout.from_json(layout), row_counts, token_count, model_id, base, parent, infos
+        Layout.from_json(layout), row_counts, token_count, model_id, base, parent, infos, namespace
     )
 
 

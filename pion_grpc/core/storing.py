@@ -218,6 +218,7 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
             base=base,
             parent=parent.namespace if parent else "",
             parts=header.parts,
+            namespace=header.namespace,
         )
         if segment.data_offset > HEADER_BYTES_MAX:
             raise InvalidRequest("parts", f"their descriptions exceed {HEADER_BYTES_MAX} bytes")

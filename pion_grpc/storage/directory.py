@@ -29,7 +29,7 @@ from pion_grpc.errors import CannotStart
 
 HOST_TOKEN_BYTES = 32
 _WRITTEN = re.compile("[0-9a-f]{12}-")
-_NETWORK_FILE_SYSTEMS = {
+NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "afpfs", "webdav", "9p", "fuse.sshfs", "ceph", "afs",
 }  # fmt: skip
 
@@ -57,7 +57,7 @@ class DataDirectory:
         except OSError as error:
             raise CannotStart(f"cannot use the data directory {self.path}: {error}") from error
         kind = file_system_type(self.path)
-        if kind in _NETWORK_FILE_SYSTEMS:
+        if kind in NETWORK_FILE_SYSTEMS:
             raise CannotStart(
                 f"{self.path} is on a network file system ({kind}); locks and mapped databases are "
                 "not safe there: choose a local directory with --data"
