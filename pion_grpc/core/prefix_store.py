@@ -380,6 +380,7 @@ class PrefixStore:
         try:
             yield
         except CorruptPrefix as error:
+            error.metadata["namespace"] = reading.chain[-1].namespace
             self.space.take_out(error)
             raise
         finally:
@@ -621,6 +622,7 @@ class PrefixStore:
                 self._take_out_missing(chain, extents)
                 raise Corrupt(f"a file is gone: {error}", namespace=row.namespace) from error
             except CorruptPrefix as error:
+                error.metadata["namespace"] = row.namespace
                 self.space.take_out(error)
                 raise
             return _Opened(row, info, reading, token_ids)

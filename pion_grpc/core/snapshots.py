@@ -78,6 +78,7 @@ class Snapshots:
             NotStored: the prefix, or the snapshot, is unknown.
             InvalidRequest: a child shares rows that would go.
         """
+        check_namespace(namespace)
         with self._lock:
             snapshot = self._snapshots.get(snapshot_id)
         with self._catalog.write() as transaction:

@@ -158,7 +158,7 @@ class PrefixStoreService:
         header = _store_header(header_of(messages, pb.PrefixStoreStoreRequest))
         session = self._store.store(call.tenant, header)
         if isinstance(session, StoreSession):
-            stored = fill(session, row_chunks(messages))
+            stored = fill(session, row_chunks(messages, parts=True))
             self._store.stored(call.tenant, header, stored)
         else:
             stored = session

@@ -47,8 +47,8 @@ def header_of(messages: Iterator[bytes], kind: type[StreamMessage]) -> Any:
     return parsed.header
 
 
-def row_chunks(messages: Iterator[bytes]) -> Iterator[RowChunk | PartChunk]:
-    """Yields the chunks of a stream of rows and parts, as views into its messages.
+def row_chunks(messages: Iterator[bytes], *, parts: bool = False) -> Iterator[RowChunk | PartChunk]:
+    """Yields the chunks of a stream of rows, and of parts where it has some, as views of its messages.
 
     Raises:
         InvalidRequest: a message holds no chunk, or more than one may have.
@@ -61,6 +61,8 @@ def row_chunks(messages: Iterator[bytes]) -> Iterator[RowChunk | PartChunk]:
             raise InvalidRequest("message", str(error)) from error
         if isinstance(chunk, HeaderBytes):
             raise InvalidRequest("header", "came twice")
+        if isinstance(chunk, PartChunk) and not parts:
+            raise InvalidRequest("message", "a part has no place in this stream")
         yield chunk
 
 

@@ -190,6 +190,7 @@ class Wire:
         tenant: str = "",
         options: Iterable[tuple[str, Any]] = (),
     ) -> None:
+        self.address = address
         alone = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         self.channel = grpc.insecure_channel(address, options=[*alone, *options])
         self.prefixes = prefix_store_pb2_grpc.PrefixStoreStub(self.channel)
