@@ -77,6 +77,15 @@ class Config:
     listen: str = _setting(
         "127.0.0.1:50051", str, "HOST:PORT or unix:PATH; port 0 picks one", "ADDRESS"
     )
+    resp: str = _setting(
+        "", str, "HOST:PORT or unix:PATH for clients of the RESP wire; port 0 picks one", "ADDRESS"
+    )
+    max_sessions: int = _setting(
+        0, int, "sides that RESP clients may declare, the least used going first; 0: no limit", "N"
+    )
+    ns_prefix: str = _setting(
+        "", str, "what the names of prefixes on the RESP wire begin with", "TEXT"
+    )
     disk_budget: int = _setting(
         20 << 30, parse_bytes, "bytes on disk; every file of the directory counts", "SIZE"
     )
@@ -123,6 +132,8 @@ class Config:
             if getattr(self, name) not in get_args(choices):
                 flag, known = name.replace("_", "-"), ", ".join(get_args(choices))
                 raise ValueError(f"--{flag}: {getattr(self, name)!r} is none of {known}")
+        if self.max_sessions == 1 or self.max_sessions < 0:
+            raise ValueError("--max-sessions: 0, or at least 2: a prefix has two sides")
         if self.fa_window < 0:
             raise ValueError("--fa-window: 0 or more")
         for name in ("stall_ms", "drain_ms", "grace_ms"):

@@ -5,6 +5,7 @@ store is made durable and closed; then the process ends, even if a handler hangs
 for neither proxies nor calls.
 """
 
+import contextlib
 import ctypes
 import ctypes.util
 import ipaddress
@@ -23,9 +24,11 @@ from grpc_reflection.v1alpha import reflection
 
 from pion_grpc import __version__, backends
 from pion_grpc.config import Config
+from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.errors import CannotStart, PionError
+from pion_grpc.resp.server import RespServer, RespSettings
 from pion_grpc.rpc.attend import AttendService
 from pion_grpc.rpc.prefix_store import PrefixStoreService
 from pion_grpc.rpc.service import (
@@ -122,10 +125,13 @@ class Server:
         self._health = health.HealthServicer()
         self._add_services(credentials)
         self.address = self._bind(config.listen)
+        self.resp = self._resp_server(password)
 
     def start(self) -> None:
         """Begins to serve."""
         self._server.start()
+        if self.resp is not None:
+            self.resp.start()
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping")
         self._housekeeper.start()
         for name in self._services:
@@ -135,6 +141,7 @@ class Server:
         _log.info(
             "ready",
             grpc=self.address,
+            **({"resp": self.resp.address} if self.resp is not None else {}),
             pid=os.getpid(),
             data=str(self._directory.path),
             version=__version__,
@@ -147,6 +154,8 @@ class Server:
         _log.info("draining")
         drain = self._config.drain_ms if drain_ms is None else drain_ms
         self._hurry.wait(drain / 1_000)
+        if self.resp is not None:
+            self.resp.stop()
         ended = self._server.stop(self._config.grace_ms / 1_000)
         if self._attending is not None:
             self._attending.end_streams()  # they last as long as their clients do
@@ -203,12 +212,26 @@ class Server:
         host, _, _ = listen.rpartition(":")
         return f"{host}:{port}"
 
+    def _resp_server(self, password: str) -> RespServer | None:
+        config = self._config
+        if not config.resp:
+            return None
+        settings = RespSettings(
+            listen=config.resp,
+            sides_max=config.max_sessions,
+            namespace_prefix=config.ns_prefix,
+            memory_max=config.disk_budget,
+        )
+        return RespServer(self.store, Access(password), settings)
+
     def _keep_house(self) -> None:
         ticks = 0
         while not self._stopping.wait(TICK_S):
             ticks += 1
             try:
                 self.store.tick()
+                if self.resp is not None:
+                    self.resp.tick()
                 cut = self._streams.cut_stalled()
                 if cut:
                     _log.warning("streams cut off", count=cut, stall_ms=self._config.stall_ms)
@@ -240,28 +263,39 @@ def serve(config: Config) -> None:
     last_resort = threading.Timer(limit_s, os._exit, (1,))  # a handler hangs
     last_resort.daemon = True
     last_resort.start()
-    server.stop()
-    sys.stdout.flush()
-    os._exit(0)  # threads of libraries may linger; everything of ours is closed
+    status = 1
+    try:
+        server.stop()
+        status = 0
+    except Exception:
+        _log.exception("stopped badly")
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)  # threads of libraries may linger; everything of ours is closed
 
 
 def check_exposure(config: Config, password: str) -> None:
     """Raises CannotStart for an address beyond this host that anyone could use."""
-    if config.listen.startswith("unix:") or password:
+    if password:
         return
-    host = config.listen.rpartition(":")[0].strip("[]")
+    for listen in filter(None, (config.listen, config.resp)):
+        if _is_local(listen):
+            continue
+        if not config.insecure_bind:
+            raise CannotStart(
+                f"{listen} can be reached from other hosts and no password is set: set PION_PASSWORD "
+                "or --password-file, or listen on 127.0.0.1; --insecure-bind overrides"
+            )
+        _log.warning("anyone who can reach this address may read and write", listen=listen)
+
+
+def _is_local(listen: str) -> bool:
+    host = listen.rpartition(":")[0].strip("[]")
     try:
-        local = ipaddress.ip_address(host).is_loopback
+        return listen.startswith("unix:") or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        local = host == "localhost"
-    if local:
-        return
-    if not config.insecure_bind:
-        raise CannotStart(
-            f"{config.listen} can be reached from other hosts and no password is set: set PION_PASSWORD "
-            "or --password-file, or listen on 127.0.0.1; --insecure-bind overrides"
-        )
-    _log.warning("anyone who can reach this address may read and write", listen=config.listen)
+        return host == "localhost"
 
 
 def attend_backend(config: Config) -> backends.Backend | None:

@@ -25,7 +25,8 @@ from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.errors import OverBudget, OverQuota, PionError
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import Transaction, unix_ms
-from pion_grpc.storage.keyspace import KeyRow, KeyTable, Kind, expired
+from pion_grpc.storage.keyspace import KeyRow, KeyTable, expired
+from pion_grpc.storage.keyspace import Kind as Kind
 
 BATCH_MAX = 512
 """Pieces of work in one transaction."""
@@ -197,7 +198,21 @@ class Keys:
     def whole(self, name: bytes) -> bytes:
         """Returns all bytes of a string, wherever they are; none if there is none."""
         value = self.get(name)
-        return self._read(value) if isinstance(value, LargeValue) else value or b""
+        return self.read(value) if isinstance(value, LargeValue) else value or b""
+
+    def is_string(self, name: bytes) -> bool:
+        """Says whether a key is a string."""
+        return self.kind(name) is Kind.STRING
+
+    def read(self, value: LargeValue) -> bytes:
+        """Returns all bytes of a large value."""
+        row = Blobs(self._transaction).get(value.blob)
+        assert row is not None, "a value outlives the transaction that found it"
+        reading = self._blobs.open(row)
+        try:
+            return b"".join(reading.pieces())
+        finally:
+            reading.close()
 
     def append(self, name: bytes, more: bytes) -> int:
         """Puts bytes behind a string, and returns its new length."""
@@ -342,6 +357,14 @@ class Keys:
         self._table.remove_items(key.id, begin + max(first, last), end)
         self._changed(key)
 
+    def replace_list(self, name: bytes, values: Sequence[bytes]) -> None:
+        """Puts these values in place of those of a list; none of them is no list."""
+        expires = self._existing(name).expires_unix_ms
+        self._table.remove(name)
+        if values:
+            self.push(name, values, left=False)
+            self.set_expiry(name, expires)
+
     # -- sets
 
     def members(self, name: bytes) -> list[bytes]:
@@ -448,6 +471,10 @@ class Keys:
             key.id, low, high, reverse=reverse, begin=begin, count=max(count, -1)
         )
 
+    def copy_scores(self, source: bytes, target: bytes) -> None:
+        """Adds the members of one sorted set to another."""
+        self.add_scores(target, self.by_rank(source, 0, -1), ScoreRules())
+
     def item_count(self, name: bytes, kind: Kind) -> int:
         """Returns how many fields or members a key of a kind has."""
         key = self._of_kind(name, kind)
@@ -482,15 +509,6 @@ class Keys:
         if key.blob is None:
             return bytes(key.string or b"")
         return LargeValue(key.blob, Blobs(self._transaction).size(key.blob))
-
-    def _read(self, value: LargeValue) -> bytes:
-        row = Blobs(self._transaction).get(value.blob)
-        assert row is not None, "a value outlives the transaction that found it"
-        reading = self._blobs.open(row)
-        try:
-            return b"".join(reading.pieces())
-        finally:
-            reading.close()
 
     def _overwrite(self, name: bytes, value: bytes) -> int:
         """Sets a string that keeps its time; returns its length."""

@@ -14,6 +14,7 @@ durability) holds for sessions.
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -138,6 +139,8 @@ class Sessions:
         """`sides_max` 0 means no limit."""
         assert sides_max == 0 or sides_max >= SIDES_MIN
         self.sides_max = sides_max
+        self.saved_unix_s = time.time()
+        """When everything was last saved."""
         self._store = store
         self._workshop = store.workshop
         self._catalog = store.workshop.catalog
@@ -421,6 +424,7 @@ class Sessions:
         with self._catalog.write(on_disk=True) as transaction:
             Sides(transaction).saved()
         self._count_records(-before)
+        self.saved_unix_s = time.time()
         return anything
 
     # -- parts of the above

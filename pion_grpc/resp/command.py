@@ -1,0 +1,252 @@
+"""What a command is: a name, how many words it takes, a handler, and where that may run.
+
+The table of all commands is in `resp/commands`. A handler takes a `Call` and returns a reply, or raises
+what `resp/errors.py` turns into one. It never sees a socket, and the arguments of its own command only.
+
+The one decision to understand: *where* a handler runs. On the event loop only what touches the
+connection itself, and quick keyed reads; nothing there ever writes to the database or moves bytes. A
+handler that finds on the loop that it needs more than that raises `Elsewhere`, and is run again on a
+worker thread. Commands that change the keyspace run on one thread of their own, many in a transaction.
+"""
+
+import enum
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pion_grpc.core.access import Access
+from pion_grpc.core.blobs import WrittenBlob
+from pion_grpc.core.keyspace import Keys, Keyspace
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.sessions import Sessions
+from pion_grpc.resp.client import Client, Clients, Queued
+from pion_grpc.resp.protocol import NOT_AN_INTEGER, Argument, parse_int
+from pion_grpc.resp.reply import CRLF, Buffer, Reply, ReplyError, bulk_header
+
+STEP_BYTES = 2 << 20
+"""What a streamed reply has in memory at once, twice: one step is read while the other is sent."""
+
+
+class Where(enum.Enum):
+    """Where a handler may run."""
+
+    LOOP = "loop"
+    """On the event loop and nowhere else: it touches the connection."""
+    QUICK = "quick"
+    """On the event loop if nothing is under way for the connection, else on a worker."""
+    WORKER = "worker"
+    """On a worker thread."""
+
+
+class Uses(enum.Enum):
+    """What a handler needs of the keyspace."""
+
+    NOTHING = "nothing"
+    READS = "reads"
+    WRITES = "writes"
+
+
+class Elsewhere(Exception):
+    """This cannot be answered on the event loop; it has to be asked again on a worker."""
+
+
+class Streamed:
+    """A reply that is produced while the peer takes it, and closed at the end whatever happens."""
+
+    def __init__(self, pieces: Iterator[Buffer], close: Callable[[], None]) -> None:
+        self._pieces = pieces
+        self._close = close
+
+    def step(self) -> list[Buffer]:
+        """Returns the next pieces, none at the end. Raises what reading raises."""
+        pieces: list[Buffer] = []
+        size = 0
+        for piece in self._pieces:
+            pieces.append(piece)
+            size += len(piece)
+            if size >= STEP_BYTES:
+                break
+        return pieces
+
+    def close(self) -> None:
+        """Gives back what it holds; twice is once."""
+        self._close()
+
+
+class StreamedValue(Streamed):
+    """One bulk string of known size."""
+
+    def __init__(
+        self, size: int, pieces: Callable[[], Iterator[Buffer]], close: Callable[[], None]
+    ) -> None:
+        self._payload = pieces
+        super().__init__(self._framed(size), close)
+
+    def joined(self) -> bytes:
+        """Returns the value, to be part of a larger reply."""
+        try:
+            return b"".join(self._payload())
+        finally:
+            self.close()
+
+    def _framed(self, size: int) -> Iterator[Buffer]:
+        yield bulk_header(size)
+        yield from self._payload()
+        yield CRLF
+
+
+Answer: TypeAlias = Reply | Streamed
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What INFO and HELLO say of the server."""
+
+    version: str
+    build: str
+    port: int
+    worker: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def uptime_s(self) -> int:
+        """Whole seconds since the start."""
+        return int(time.monotonic() - self.started)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What can be set about this wire."""
+
+    namespace_prefix: str = ""
+    """Names must begin so."""
+    memory_max: int = 0
+    """What CONFIG GET maxmemory says: the budget on disk, which is what bounds this server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What handlers work with."""
+
+    commands: "Sequence[Command]"
+    """The table itself."""
+    store: PrefixStore
+    sessions: Sessions
+    keyspace: Keyspace
+    access: Access
+    clients: Clients
+    facts: Facts
+    options: Options
+    pause: Callable[[float], None]
+    """Executes nothing for so many seconds."""
+    is_paused: Callable[[], bool]
+    run_queued: "Callable[[Call], Answer]"
+    """Executes what came between MULTI and EXEC."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One command of one client, about to be executed."""
+
+    services: Services
+    client: Client
+    command: "Command"
+    arguments: list[Argument]
+    """The words after the name."""
+    on_loop: bool = False
+    keys: Keys | None = None
+    """The keyspace, for commands that use it."""
+    large: dict[int, WrittenBlob] = field(default_factory=dict)
+    """Arguments that are in files of their own already, by their index."""
+    queued: Queued | None = None
+    """What EXEC executes."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose prefixes and keys these are."""
+        return self.client.tenant
+
+    @property
+    def keyspace(self) -> Keys:
+        """The keys of the client's tenant, inside a transaction."""
+        assert self.keys is not None, "a command that uses keys says so in its entry"
+        return self.keys
+
+    def value(self, index: int) -> bytes | WrittenBlob:
+        """Returns an argument as the value of a key: bytes, or a file that has them."""
+        return self.large.get(index) or self.raw(index)
+
+    @property
+    def count(self) -> int:
+        """Number of arguments."""
+        return len(self.arguments)
+
+    def raw(self, index: int) -> bytes:
+        """Returns an argument as bytes."""
+        return bytes(self.arguments[index])
+
+    def word(self, index: int) -> str:
+        """Returns an argument in upper case, to be compared with keywords; empty if it is none."""
+        if index >= len(self.arguments) or len(self.arguments[index]) > 64:
+            return ""
+        return self.raw(index).decode("latin-1").upper()
+
+    def text(self, index: int) -> str:
+        """Returns an argument as text; bytes that are none can be told by `is_text`."""
+        return self.raw(index).decode("utf-8", "surrogateescape")
+
+    def integer(
+        self,
+        index: int,
+        minimum: int = -(2**63),
+        maximum: int = 2**63 - 1,
+        refusal: str = NOT_AN_INTEGER,
+    ) -> int:
+        """Returns an argument as an integer, or raises a ReplyError with the text `refusal`."""
+        return parse_int(self.arguments[index], minimum, maximum, refusal)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One entry of the table."""
+
+    name: str
+    arity: int
+    """Words, the name included; negative: at least so many."""
+    run: Callable[[Call], Answer]
+    where: Where = Where.WORKER
+    uses: Uses = Uses.NOTHING
+    usage: str = ""
+    """What follows `requires:` when arguments are missing; without it Redis's own words."""
+    keys: tuple[int, int, int] = (0, 0, 0)
+    """First key, last key and step, as COMMAND says it."""
+    large_values: tuple[int, int] = (0, 0)
+    """First argument, after the name, that may be a large value, and the step to the next; 0: it is
+    the only one."""
+    grows: bool = False
+    """Whether it makes the keyspace larger: refused when there is no room."""
+    for_tenants: bool = False
+    """Whether tenants may use it."""
+    before_login: bool = False
+    """Whether a client may use it that has not said who it is."""
+
+    def takes(self, words: int) -> bool:
+        """Whether so many words, the name included, are right."""
+        return words == self.arity if self.arity > 0 else words >= -self.arity
+
+    def refusal_of_words(self) -> str:
+        """Returns what to say when they are not."""
+        if self.usage:
+            return f"ERR {self.name} requires: {self.usage}"
+        return f"ERR wrong number of arguments for '{self.name.lower()}' command"
+
+
+def is_text(text: str) -> bool:
+    """Whether what `Call.text` returned was UTF-8."""
+    return not any("\udc80" <= character <= "\udcff" for character in text)
+
+
+def syntax_error() -> ReplyError:
+    """What Redis says of options that make no sense."""
+    return ReplyError("ERR syntax error")

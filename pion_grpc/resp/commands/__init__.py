@@ -1,0 +1,1 @@
+"""Commands, one module per family; `table` puts them together."""

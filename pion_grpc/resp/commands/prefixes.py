@@ -1,0 +1,264 @@
+"""`KV.PREFIX.*`: what is stored under a namespace, both sides of it together."""
+
+from typing import NamedTuple
+
+from pion_grpc.core.declaration import Declaration, LayerSpec
+from pion_grpc.core.sessions import Unsettled
+from pion_grpc.core.values import BlockTable
+from pion_grpc.errors import PionError
+from pion_grpc.resp.command import Answer, Call, Command, Elsewhere, Where, is_text
+from pion_grpc.resp.commands.formats import parse_specs, stored_as
+from pion_grpc.resp.reply import OK, ReplyError, Simple
+from pion_wire.layout import Side
+
+NAME_BYTES_MAX = 200
+WIDTH_MAX = 8_192
+BLOCK_TOKENS_MAX = 8_192
+HASHES_MAX = 1 << 20
+PREFILL_MS_MAX = 86_400_000
+TOKENS_MAX = 100_000_000
+UNLIMITED_SESSIONS = (1 << 31) - 1
+"""What `vstore_max_sessions` says where there is no limit."""
+
+UNKNOWN = Simple("UNKNOWN")
+HIT, MISS = Simple("HIT"), Simple("MISS")
+
+
+class Table(NamedTuple):
+    """A BLOCKS clause: the table, and the index of what follows it."""
+
+    table: BlockTable | None
+    following: int
+
+
+def register(call: Call) -> Answer:
+    """`KV.PREFIX.REGISTER ns kv_dim vquant [BLOCKS size count hashes] [PREFILL_MS ms]`."""
+    namespace = namespace_of(call, 0)
+    width = call.integer(1, 1, WIDTH_MAX, "ERR kv_dim out of range")
+    codec = stored_as(call.raw(2), width, "KV.PREFIX.REGISTER: unknown vquant")
+    blocks = _blocks(call, 3)
+    prefill_ms = _prefill_ms(call, blocks.following)
+    side = Declaration(LayerSpec(width, codec))
+    call.services.sessions.register(
+        call.tenant, namespace, {Side.K: side, Side.V: side}, blocks.table, prefill_ms
+    )
+    return OK
+
+
+def register_schema(call: Call) -> Answer:
+    """`KV.PREFIX.REGISTER.SCHEMA ns N K specs… V specs… [PREFILL_MS ms]`: each layer by itself."""
+    namespace = namespace_of(call, 0)
+    what = "KV.PREFIX.REGISTER.SCHEMA"
+    k_specs, after_k = parse_specs(call, 1, 2, 0, what)
+    v_specs, after_v = parse_specs(call, 1, after_k, 0, what)
+    prefill_ms = _prefill_ms(call, after_v)
+    call.services.sessions.register(
+        call.tenant,
+        namespace,
+        {Side.K: Declaration(None, k_specs), Side.V: Declaration(None, v_specs)},
+        None,
+        prefill_ms,
+    )
+    return OK
+
+
+def lookup(call: Call) -> Answer:
+    """`KV.PREFIX.LOOKUP ns [TOKENS n] [PREFILL_MS ms]`."""
+    tokens: int | None = None
+    prefill_ms: int | None = None
+    for at in range(1, call.count, 2):
+        option = call.word(at)
+        if option not in ("TOKENS", "PREFILL_MS"):
+            raise ReplyError("ERR KV.PREFIX.LOOKUP unknown option (TOKENS, PREFILL_MS)")
+        if at + 1 >= call.count:
+            raise ReplyError("ERR KV.PREFIX.LOOKUP option needs a value")
+        if option == "TOKENS":
+            refusal = f"ERR TOKENS out of range (0..{TOKENS_MAX})"
+            tokens = call.integer(at + 1, 0, TOKENS_MAX, refusal)
+        else:
+            prefill_ms = _milliseconds(call, at + 1)
+    namespace = _any_name(call, 0)
+    try:
+        hit = call.services.sessions.lookup(
+            call.tenant, namespace, tokens, prefill_ms, settle=not call.on_loop
+        )
+    except Unsettled as unsettled:
+        raise Elsewhere from unsettled
+    return HIT if hit else MISS
+
+
+def drop(call: Call) -> Answer:
+    """`KV.PREFIX.DROP ns [ns …]`: how many of them existed."""
+    namespaces = [_any_name(call, index) for index in range(call.count)]
+    return call.services.sessions.drop(call.tenant, namespaces)
+
+
+def owner(call: Call) -> Answer:
+    """`KV.PREFIX.OWNER ns`: this worker, if it is stored: every worker answers for every prefix."""
+    namespace = _any_name(call, 0)
+    known = call.services.sessions.exists(call.tenant, namespace)
+    return Simple(str(call.services.facts.worker if known else -1))
+
+
+def blocks(call: Call) -> Answer:
+    """`KV.PREFIX.BLOCKS ns`: `u32 size | u32 count | count × u64`."""
+    table = call.services.store.block_table(call.tenant, namespace_of(call, 0))
+    if table is None or not table.hashes:
+        return UNKNOWN
+    count = len(table.hashes) // 8
+    header = table.block_tokens.to_bytes(4, "little") + count.to_bytes(4, "little")
+    return header + table.hashes
+
+
+def membership(call: Call) -> Answer:
+    """`KV.PREFIX.MEMBERSHIP ns count hashes`: a bit for each."""
+    namespace = namespace_of(call, 0)
+    count = call.integer(1, 0, HASHES_MAX, f"ERR hash_count out of range (0..{HASHES_MAX})")
+    if len(call.arguments[2]) != 8 * count:
+        raise ReplyError("ERR hash_blob length mismatch")
+    bitmap = call.services.store.membership(call.tenant, namespace, call.raw(2))
+    return UNKNOWN if bitmap is None else bitmap
+
+
+def info(call: Call) -> Answer:
+    """`KV.PREFIX.INFO`: what all sessions hold."""
+    totals = call.services.sessions.totals()
+    return lines(
+        {
+            "registered_prefixes": totals.prefixes,
+            "total_prefix_tokens": totals.prefix_rows,
+            "vstore_sessions": totals.sides,
+            "vstore_total_fetches": totals.fetched_rows,
+            "vstore_evictions": totals.gone,
+            "vstore_max_sessions": call.services.sessions.sides_max or UNLIMITED_SESSIONS,
+            "vstore_bytes": totals.bytes,
+            "wal_enabled": 1,
+            "wal_bytes": totals.unsaved_bytes,
+            "wal_appended": totals.written_records,
+            "wal_replayed": totals.recovered_records,
+            "directory_enabled": 1,
+            "my_worker_id": call.services.facts.worker,
+            "directory_entries": totals.sides,
+            "sdpa_warm": 0,
+            "sdpa_cold": 0,
+            "sdpa_demotions": 0,
+            "sdpa_rehydrates": 0,
+        }
+    )
+
+
+def save(call: Call) -> Answer:
+    """`KV.PREFIX.SAVE`: seals what is live, on stable storage."""
+    try:
+        anything = call.services.sessions.save()
+    except PionError as error:
+        raise ReplyError(f"ERR KV.PREFIX.SAVE failed ({error})") from error
+    if not anything:
+        raise ReplyError("ERR KV.PREFIX.SAVE failed (no active sessions or io error)")
+    return OK
+
+
+def commit(call: Call) -> Answer:
+    """`KV.PREFIX.COMMIT`: what was acknowledged before is on stable storage."""
+    try:
+        call.services.store.sync()
+    except PionError as error:
+        raise ReplyError(f"ERR KV.PREFIX.COMMIT: {error}") from error
+    return OK
+
+
+def warm(call: Call) -> Answer:
+    """`KV.PREFIX.WARM`: needs an attention engine, which this server does not have yet."""
+    raise ReplyError("ERR Metal attention not available (start with --metal-attention)")
+
+
+def namespace_of(call: Call, index: int) -> str:
+    """Returns an argument that names a prefix, of a length that one may have."""
+    if not 1 <= len(call.arguments[index]) <= NAME_BYTES_MAX:
+        raise ReplyError(f"ERR ns_key length must be 1..{NAME_BYTES_MAX}")
+    namespace = call.text(index)
+    if not is_text(namespace):
+        raise ReplyError("ERR ns_key must be UTF-8")
+    _check_prefix(call, namespace)
+    return namespace
+
+
+def _any_name(call: Call, index: int) -> str:
+    """Returns an argument that names a prefix, or a name that none can have."""
+    name = call.text(index)
+    _check_prefix(call, name)
+    return name if is_text(name) else "\0"
+
+
+def lines(values: "dict[str, int | str]") -> bytes:
+    """Returns `name:value` lines."""
+    return "".join(f"{name}:{value}\r\n" for name, value in values.items()).encode()
+
+
+def _check_prefix(call: Call, namespace: str) -> None:
+    required = call.services.options.namespace_prefix
+    if not namespace.startswith(required):
+        raise ReplyError(
+            f"ERR namespace must start with required prefix '{required}' (multi-tenant isolation)"
+        )
+
+
+def _blocks(call: Call, at: int) -> Table:
+    if call.word(at) != "BLOCKS":
+        return Table(None, at)
+    if at + 3 >= call.count:
+        raise ReplyError("ERR BLOCKS requires: block_size hash_count hash_blob")
+    refusal = f"ERR BLOCKS block_size out of range (1..{BLOCK_TOKENS_MAX})"
+    size = call.integer(at + 1, 1, BLOCK_TOKENS_MAX, refusal)
+    refusal = f"ERR BLOCKS hash_count out of range (0..{HASHES_MAX})"
+    count = call.integer(at + 2, 0, HASHES_MAX, refusal)
+    if len(call.arguments[at + 3]) != 8 * count:
+        raise ReplyError("ERR BLOCKS hash_blob length mismatch")
+    return Table(BlockTable(size, call.raw(at + 3)), at + 4)
+
+
+def _prefill_ms(call: Call, at: int) -> int:
+    if call.word(at) != "PREFILL_MS":
+        return 0
+    if at + 1 >= call.count:
+        raise ReplyError("ERR PREFILL_MS requires: milliseconds")
+    return _milliseconds(call, at + 1)
+
+
+def _milliseconds(call: Call, at: int) -> int:
+    refusal = f"ERR PREFILL_MS out of range (0..{PREFILL_MS_MAX})"
+    return call.integer(at, 0, PREFILL_MS_MAX, refusal)
+
+
+COMMANDS = (
+    Command(
+        "KV.PREFIX.REGISTER",
+        -4,
+        register,
+        usage="ns_key kv_dim vquant [BLOCKS block_size hash_count hash_blob] [PREFILL_MS ms]",
+        for_tenants=True,
+    ),
+    Command(
+        "KV.PREFIX.REGISTER.SCHEMA",
+        -5,
+        register_schema,
+        usage="ns_key N k_spec … v_spec … [PREFILL_MS ms]",
+        for_tenants=True,
+    ),
+    Command("KV.PREFIX.LOOKUP", -2, lookup, Where.QUICK, usage="ns_key", for_tenants=True),
+    Command("KV.PREFIX.DROP", -2, drop, usage="ns_key [ns_key …]", for_tenants=True),
+    Command("KV.PREFIX.OWNER", -2, owner, Where.QUICK, usage="ns_key", for_tenants=True),
+    Command("KV.PREFIX.BLOCKS", -2, blocks, Where.QUICK, usage="ns_key", for_tenants=True),
+    Command(
+        "KV.PREFIX.MEMBERSHIP",
+        -4,
+        membership,
+        Where.QUICK,
+        usage="ns_key hash_count hash_blob",
+        for_tenants=True,
+    ),
+    Command("KV.PREFIX.INFO", -1, info),
+    Command("KV.PREFIX.SAVE", -1, save),
+    Command("KV.PREFIX.COMMIT", -1, commit, for_tenants=True),
+    Command("KV.PREFIX.WARM", -4, warm, usage="ns_key H D [attend_sid]", for_tenants=True),
+)

@@ -1,0 +1,123 @@
+"""Sets, and what can be made of several."""
+
+from collections.abc import Callable
+
+from pion_grpc.core.keyspace import Kind
+from pion_grpc.resp.command import Answer, Call, Command, Uses, Where, syntax_error
+from pion_grpc.resp.commands.generic import scan_cursor, scan_options
+from pion_grpc.resp.reply import Reply
+
+
+def add(call: Call) -> Answer:
+    """`SADD key member [member …]`."""
+    return call.keyspace.add_members(call.raw(0), _rest(call))
+
+
+def remove(call: Call) -> Answer:
+    """`SREM key member [member …]`."""
+    return call.keyspace.remove_members(call.raw(0), _rest(call))
+
+
+def members(call: Call) -> Answer:
+    """`SMEMBERS key`."""
+    return set(call.keyspace.members(call.raw(0)))
+
+
+def has(call: Call) -> Answer:
+    """`SISMEMBER key member`."""
+    return int(call.keyspace.has_members(call.raw(0), [call.raw(1)])[0])
+
+
+def has_many(call: Call) -> Answer:
+    """`SMISMEMBER key member [member …]`."""
+    return [int(found) for found in call.keyspace.has_members(call.raw(0), _rest(call))]
+
+
+def count(call: Call) -> Answer:
+    """`SCARD key`."""
+    return call.keyspace.item_count(call.raw(0), Kind.SET)
+
+
+def move(call: Call) -> Answer:
+    """`SMOVE source target member`."""
+    member = call.raw(2)
+    call.keyspace.has_members(
+        call.raw(1), [member]
+    )  # refuses another kind before anything is taken
+    if not call.keyspace.remove_members(call.raw(0), [member]):
+        return 0
+    call.keyspace.add_members(call.raw(1), [member])
+    return 1
+
+
+def pop(call: Call) -> Answer:
+    """`SPOP key [count]`."""
+    refusal = "ERR value is out of range, must be positive"
+    wanted = call.integer(1, 0, refusal=refusal) if call.count > 1 else 1
+    taken = call.keyspace.members(call.raw(0))[:wanted]
+    call.keyspace.remove_members(call.raw(0), taken)
+    if call.count > 1:
+        return set(taken)
+    return taken[0] if taken else None
+
+
+def combine(call: Call) -> Answer:
+    """`SUNION`, `SINTER`, `SDIFF key [key …]`."""
+    return _combined(call, 0, call.command.name)
+
+
+def combine_into(call: Call) -> Answer:
+    """`SUNIONSTORE`, `SINTERSTORE`, `SDIFFSTORE target key [key …]`: the size of the result."""
+    result = _combined(call, 1, call.command.name.removesuffix("STORE"))
+    return call.keyspace.replace_set(call.raw(0), result)
+
+
+def scan(call: Call) -> Answer:
+    """`SSCAN key cursor [MATCH pattern] [COUNT n]`: all of them at once."""
+    scan_cursor(call, 1)
+    options = scan_options(call, 2)
+    if options.kind is not None:
+        raise syntax_error()
+    found: list[Reply] = [
+        member for member in call.keyspace.members(call.raw(0)) if options.matches(member)
+    ]
+    return ["0", found]
+
+
+def _combined(call: Call, first: int, how: str) -> set[bytes]:
+    sets = [set(call.keyspace.members(call.raw(at))) for at in range(first, call.count)]
+    return _COMBINATIONS[how](*sets)
+
+
+def _rest(call: Call) -> list[bytes]:
+    return [call.raw(index) for index in range(1, call.count)]
+
+
+_COMBINATIONS: dict[str, Callable[..., set[bytes]]] = {
+    "SUNION": set.union,
+    "SINTER": set.intersection,
+    "SDIFF": set.difference,
+}
+
+_ONE = (1, 1, 1)
+_READS, _WRITES = Uses.READS, Uses.WRITES
+
+COMMANDS = (
+    Command("SADD", -3, add, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
+    Command("SREM", -3, remove, uses=_WRITES, keys=_ONE, for_tenants=True),
+    Command("SMEMBERS", 2, members, uses=_READS, keys=_ONE, for_tenants=True),
+    Command("SISMEMBER", 3, has, Where.QUICK, _READS, keys=_ONE, for_tenants=True),
+    Command("SMISMEMBER", -3, has_many, uses=_READS, keys=_ONE, for_tenants=True),
+    Command("SCARD", 2, count, uses=_READS, keys=_ONE, for_tenants=True),
+    Command("SMOVE", 4, move, uses=_WRITES, keys=(1, 2, 1), grows=True, for_tenants=True),
+    Command("SPOP", -2, pop, uses=_WRITES, keys=_ONE, for_tenants=True),
+    *(
+        Command(name, -2, combine, uses=_READS, keys=(1, -1, 1), for_tenants=True)
+        for name in ("SUNION", "SINTER", "SDIFF")
+    ),
+    *(
+        Command(name, -3, combine_into, uses=_WRITES, keys=(1, -1, 1), grows=True, for_tenants=True)
+        for name in ("SUNIONSTORE", "SINTERSTORE", "SDIFFSTORE")
+    ),
+    Command("SSCAN", -3, scan, uses=_READS, keys=_ONE, for_tenants=True),
+)

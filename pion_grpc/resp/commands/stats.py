@@ -1,0 +1,250 @@
+"""What the server is, and what it saved: `INFO`, `PION.STATS`, `CONFIG`, and Redis's own `SAVE`.
+
+Counters of features that are not part of this product (`semantic_*`, `moe_*`, `vector_queries`) are 0.
+"""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pion_grpc.core.keyspace import matches
+from pion_grpc.core.receipt import Receipt
+from pion_grpc.resp.command import Answer, Call, Command, Where
+from pion_grpc.resp.commands.connection import REDIS_VERSION
+from pion_grpc.resp.commands.prefixes import lines
+from pion_grpc.resp.reply import OK, Reply, ReplyError, Simple, Verbatim
+
+_SECOND_US = 1_000_000
+
+
+def pion_stats(call: Call) -> Answer:
+    """`PION.STATS [RESET]`: the receipt."""
+    ledger = call.services.store.ledger
+    if call.word(0) == "RESET":
+        ledger.reset()
+        return OK
+    return {
+        "worker_id": call.services.facts.worker,
+        "uptime_in_seconds": call.services.facts.uptime_s,
+        **_counters(ledger.get(), with_microseconds=True),
+    }
+
+
+def info(call: Call) -> Answer:
+    """`INFO [section …]`."""
+    wanted = {call.word(index) for index in range(call.count)}
+    everything = not wanted or bool(wanted & {"ALL", "DEFAULT", "EVERYTHING"})
+    text = "\r\n".join(
+        f"# {title}\r\n" + lines(section(call)).decode()
+        for title, section in _SECTIONS.items()
+        if everything or title.upper() in wanted
+    )
+    return Verbatim(text)
+
+
+def config(call: Call) -> Answer:
+    """`CONFIG GET pattern …`; nothing can be set while the server runs."""
+    word = call.word(0)
+    if word == "GET" and call.count >= 2:
+        known: dict[str, Reply] = {
+            "maxmemory": str(call.services.options.memory_max),
+            "maxmemory-policy": "noeviction",
+            "appendonly": "no",
+            "save": "",
+            "port": str(call.services.facts.port),
+            "timeout": "0",
+        }
+        patterns = [call.raw(index).lower() for index in range(1, call.count)]
+        return {
+            name: value
+            for name, value in known.items()
+            if any(matches(pattern, name.encode()) for pattern in patterns)
+        }
+    if word == "RESETSTAT":
+        call.services.store.ledger.reset()
+        return OK
+    if word == "SET" and call.count >= 3:
+        raise ReplyError(
+            f"ERR CONFIG SET failed (possibly related to argument '{call.text(1)}') - can't set "
+            "config while the server runs: use its command line"
+        )
+    raise ReplyError(f"ERR unknown subcommand '{call.text(0)}'. Try CONFIG HELP.")
+
+
+def save(call: Call) -> Answer:
+    """`SAVE`: everything acknowledged before is on stable storage."""
+    call.services.sessions.save()
+    return OK
+
+
+def background_save(call: Call) -> Answer:
+    """`BGSAVE`: as `SAVE`, done when it answers."""
+    call.services.sessions.save()
+    return Simple("Background saving started")
+
+
+def last_save(call: Call) -> Answer:
+    """`LASTSAVE`: when `SAVE` last ended well."""
+    return int(call.services.sessions.saved_unix_s)
+
+
+def wait(call: Call) -> Answer:
+    """`WAIT replicas timeout`: there are no replicas."""
+    call.integer(0)
+    call.integer(1)
+    return 0
+
+
+def _counters(receipt: Receipt, *, with_microseconds: bool) -> dict[str, int | str]:
+    measured_us = round(receipt.seconds_measured * _SECOND_US)
+    saved_us = measured_us + round(receipt.seconds_estimated * _SECOND_US)
+    counters: dict[str, int | str] = {
+        "kvprefix_hits": receipt.hits,
+        "kvprefix_misses": receipt.misses,
+        "kvprefix_hits_measured": receipt.measured_hits,
+        "kvprefix_tokens_served": receipt.tokens_served,
+        "kvprefix_bytes_served": receipt.bytes_streamed,
+    }
+    if with_microseconds:
+        counters["kvprefix_prefill_us_saved"] = saved_us
+        counters["kvprefix_prefill_us_measured"] = measured_us
+    return counters | {
+        "prefill_seconds_avoided": _seconds(saved_us),
+        "prefill_seconds_avoided_measured": _seconds(measured_us),
+        "semantic_hits": 0,
+        "semantic_misses": 0,
+        "moe_hits": 0,
+        "moe_misses": 0,
+        "vector_queries": 0,
+    }
+
+
+def _seconds(microseconds: int) -> str:
+    """Truncated to milliseconds."""
+    return f"{microseconds // _SECOND_US}.{microseconds // 1_000 % 1_000:03d}"
+
+
+def _server(call: Call) -> dict[str, int | str]:
+    facts = call.services.facts
+    return {
+        "redis_version": REDIS_VERSION,
+        "pion_version": f"{facts.version}+{facts.build}",
+        "pion_vector": 0,
+        "redis_mode": "standalone",
+        "os": f"{os.uname().sysname} {os.uname().release} {os.uname().machine}",
+        "arch_bits": 64,
+        "process_id": os.getpid(),
+        "tcp_port": facts.port,
+        "server_time_usec": time.time_ns() // 1_000,
+        "uptime_in_seconds": facts.uptime_s,
+        "uptime_in_days": facts.uptime_s // 86_400,
+    }
+
+
+def _clients(call: Call) -> dict[str, int | str]:
+    return {"connected_clients": len(call.services.clients), "blocked_clients": 0}
+
+
+def _memory(call: Call) -> dict[str, int | str]:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak *= 1 if sys.platform == "darwin" else 1_024
+    used = _resident_bytes(peak)
+    limit = call.services.options.memory_max
+    return {
+        "used_memory": used,
+        "used_memory_human": _human(used),
+        "used_memory_rss": used,
+        "used_memory_peak": max(peak, used),
+        "total_system_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "maxmemory": limit,
+        "maxmemory_human": _human(limit),
+        "maxmemory_policy": "noeviction",
+    }
+
+
+def _cluster(call: Call) -> dict[str, int | str]:
+    return {"cluster_enabled": 0}
+
+
+def _replication(call: Call) -> dict[str, int | str]:
+    return {"role": "master", "connected_slaves": 0}
+
+
+def _persistence(call: Call) -> dict[str, int | str]:
+    totals = call.services.sessions.totals()
+    return {
+        "loading": 0,
+        "wal_segments_sealed": 0,
+        "wal_segment_bytes": 0,
+        "wal_tail_offset": totals.unsaved_bytes,
+        "wal_dropped_entries": 0,
+        "wal_dropped_bytes": 0,
+        "wal_full_policy": "refuse",
+        "wal_durability_lost": 0,
+        "snapshot_version": 2,
+        "streams_persisted": 1,
+        "ttls_persisted": 1,
+    }
+
+
+def _stats(call: Call) -> dict[str, int | str]:
+    return {
+        "total_connections_received": call.services.clients.accepted,
+        "send_eagain_stalls": 0,
+    }
+
+
+def _pion(call: Call) -> dict[str, int | str]:
+    return {
+        "stats_scope": "worker",
+        "worker_id": call.services.facts.worker,
+        **_counters(call.services.store.ledger.get(), with_microseconds=False),
+    }
+
+
+def _keyspace(call: Call) -> dict[str, int | str]:
+    keys, expires = call.services.keyspace.reading(call.tenant, lambda keys: keys.count())
+    return {"db0": f"keys={keys},expires={expires},avg_ttl=0"} if keys else {}
+
+
+_SECTIONS: dict[str, Callable[[Call], dict[str, int | str]]] = {
+    "Server": _server,
+    "Clients": _clients,
+    "Memory": _memory,
+    "Cluster": _cluster,
+    "Replication": _replication,
+    "Persistence": _persistence,
+    "Stats": _stats,
+    "Pion": _pion,
+    "Keyspace": _keyspace,
+}
+
+
+def _resident_bytes(unknown: int) -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return unknown
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _human(size: int) -> str:
+    scaled, unit = float(size), "B"
+    for larger in "KMG":
+        if scaled >= 1_024:
+            scaled, unit = scaled / 1_024, larger
+    return f"{scaled:.2f}{unit}"
+
+
+COMMANDS = (
+    Command("PION.STATS", -1, pion_stats),
+    Command("INFO", -1, info, for_tenants=True),
+    Command("CONFIG", -2, config, Where.LOOP),
+    Command("SAVE", 1, save),
+    Command("BGSAVE", -1, background_save),
+    Command("LASTSAVE", 1, last_save),
+    Command("WAIT", 3, wait),
+)

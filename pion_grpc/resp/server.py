@@ -1,0 +1,221 @@
+"""The server of this wire: its threads, its addresses, and stopping in order.
+
+One thread runs the event loop, a handful of workers move bytes, one thread writes keys. Addresses are
+bound before anything is served, so that a busy port refuses to start.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from pion_grpc import __version__
+from pion_grpc.core.access import Access
+from pion_grpc.core.keyspace import Keyspace, KeyWriter
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.sessions import Sessions
+from pion_grpc.errors import CannotStart
+from pion_grpc.resp.client import Clients
+from pion_grpc.resp.command import Facts, Options, Services
+from pion_grpc.resp.commands.table import COMMANDS
+from pion_grpc.resp.connection import Connection, Engine
+from pion_grpc.resp.dispatch import Dispatcher
+from pion_grpc.resp.protocol import RequestLimits
+
+WORKERS = 8
+"""Threads that move bytes: as many clients are served from disk at once."""
+BACKLOG = 1_024
+TICK_S = 1.0
+BUILD = "grpc"
+"""What stands behind the version where clients expect a build."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class RespSettings:
+    """What can be set about this wire."""
+
+    listen: str
+    """HOST:PORT, or unix:PATH; port 0 picks one."""
+    sides_max: int = 0
+    """Sides that may be declared, the least recently used going first; 0: no limit."""
+    namespace_prefix: str = ""
+    request_bytes_max: int = 1 << 30
+    memory_max: int = 0
+    """What clients are told that this server may use."""
+    worker: int = 0
+
+
+class RespServer:
+    """The RESP side of one server process."""
+
+    def __init__(self, store: PrefixStore, access: Access, settings: RespSettings) -> None:
+        """Binds the address, without serving yet.
+
+        Raises:
+            CannotStart: the address cannot be bound.
+        """
+        self._settings = settings
+        self.sessions = Sessions(store, sides_max=settings.sides_max)
+        self.keyspace = Keyspace(store)
+        self._socket = bind(settings.listen)
+        self.address = address_of(self._socket, settings.listen)
+        self._paused_until = 0.0
+        self._loop = uvloop.new_event_loop()
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="resp")
+        self._writer = KeyWriter(self.keyspace)
+        self._connections: set[Connection] = set()
+        self._thread = threading.Thread(target=self._run, name="resp-loop")
+        self._started = threading.Event()
+        self._server: asyncio.AbstractServer
+        services = Services(
+            COMMANDS,
+            store,
+            self.sessions,
+            self.keyspace,
+            access,
+            Clients(),
+            Facts(__version__, BUILD, port_of(self._socket), settings.worker),
+            Options(settings.namespace_prefix, settings.memory_max),
+            pause=self._pause,
+            is_paused=lambda: self._loop.time() < self._paused_until,
+            run_queued=lambda call: dispatcher.answer_queued(call),
+        )
+        dispatcher = Dispatcher(services, COMMANDS)
+        limits = RequestLimits(request_bytes_max=settings.request_bytes_max)
+        self._engine = Engine(
+            self._loop, self._workers, self._writer, dispatcher, limits, self._connections
+        )
+        recovered = self.sessions.totals().recovered_records
+        if recovered:
+            _log.info("WAL replayed", records=recovered)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started, and not stopped."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begins to serve; returns when clients can connect."""
+        self._writer.start()
+        self._thread.start()
+        self._started.wait()
+
+    def stop(self) -> None:
+        """Accepts nobody more, answers what has come, and returns when everything is closed."""
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._writer.stop()
+        self._workers.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def resume(self) -> None:
+        """Ends a pause before its time."""
+        self._loop.call_soon_threadsafe(self._pause, 0)
+
+    def tick(self) -> None:
+        """Removes keys whose time has come: call it about once a second."""
+        self.keyspace.expire()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._server = self._loop.run_until_complete(self._listen())
+        self._loop.call_soon(self._started.set)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    async def _listen(self) -> asyncio.AbstractServer:
+        make: Callable[[], Connection] = lambda: Connection(self._engine)  # noqa: E731
+        if self._socket.family == socket.AF_UNIX:
+            return await self._loop.create_unix_server(make, sock=self._socket, backlog=BACKLOG)
+        return await self._loop.create_server(make, sock=self._socket, backlog=BACKLOG)
+
+    async def _close(self) -> None:
+        self._server.close()
+        if self._settings.listen.startswith("unix:"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._settings.listen.removeprefix("unix:"))
+        for connection in list(self._connections):
+            connection.finish()
+        deadline = self._loop.time() + 1.0
+        while self._connections and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)  # what was being executed is answered
+        for connection in list(self._connections):
+            connection.abort()
+        await asyncio.sleep(0)
+
+    def _pause(self, seconds: float) -> None:
+        self._paused_until = self._loop.time() + seconds
+        self._loop.call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        for connection in list(self._connections):
+            connection.go_on()
+
+
+def bind(listen: str) -> socket.socket:
+    """Returns a socket bound to HOST:PORT or unix:PATH.
+
+    Raises:
+        CannotStart: it cannot be bound.
+    """
+    try:
+        if listen.startswith("unix:"):
+            path = Path(listen.removeprefix("unix:"))
+            remove_dead_socket(path)
+            return _bound(socket.AF_UNIX, str(path))
+        host, _, port = listen.rpartition(":")
+        host = host.strip("[]")
+        return _bound(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, int(port)))
+    except (OSError, ValueError, OverflowError) as error:
+        raise CannotStart(f"cannot listen on {listen} (RESP): {error}") from error
+
+
+def _bound(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
+    bound = socket.socket(family)
+    try:
+        if family != socket.AF_UNIX:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def address_of(bound: socket.socket, listen: str) -> str:
+    """Returns the address that a socket got, as it was asked for."""
+    if listen.startswith("unix:"):
+        return listen
+    return f"{listen.rpartition(':')[0]}:{port_of(bound)}"
+
+
+def port_of(bound: socket.socket) -> int:
+    """Returns the port of a socket; 0 for a Unix socket."""
+    return 0 if bound.family == socket.AF_UNIX else int(bound.getsockname()[1])
+
+
+def remove_dead_socket(path: Path) -> None:
+    """Removes a socket that nobody listens on any more.
+
+    Raises:
+        CannotStart: somebody does.
+    """
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            raise CannotStart(f"another server listens on {path}")
+    path.unlink()
