@@ -8,11 +8,11 @@ between threads but the backend's own. Whoever wants two answers at once opens t
 
 import threading
 from collections.abc import Iterator
+from typing import Literal
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from pion_grpc.backends import Answer, Selector
 from pion_grpc.core.attend import Attend, EntryInfo, EntryState, Key, Shape, Source
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
 from pion_grpc.errors import InvalidRequest
@@ -26,7 +26,7 @@ _STATES = {
     EntryState.COLD: pb.ATTEND_STATE_COLD,
     EntryState.RESIDENT: pb.ATTEND_STATE_RESIDENT,
 }
-_SELECTORS: dict[int, Selector] = {
+_SELECTORS: dict[int, Literal["mean", "quest"]] = {
     pb.ATTEND_SELECTOR_UNSPECIFIED: "mean",
     pb.ATTEND_SELECTOR_MEAN: "mean",
     pb.ATTEND_SELECTOR_QUEST: "quest",
@@ -98,7 +98,7 @@ class AttendService:
 
     def _answer(self, request: pb.AttendQueryRequest, call: Call) -> pb.AttendQueryResponse:
         key = Key(call.tenant, request.session, request.layer)
-        answer: Answer = self._attend.ask(key, _ask(request), warm=request.warm)
+        answer = self._attend.ask(key, _ask(request), warm=request.warm)
         given = answer.lse if request.log_sum_exp else None
         return pb.AttendQueryResponse(
             data=answer.out.tobytes(), log_sum_exp=b"" if given is None else given.tobytes()

@@ -11,6 +11,7 @@
 """
 
 from pion_client import errors
+from pion_client.attend import AttendEntry, AttendState, Warmed
 from pion_client.client import Client
 from pion_client.errors import PionError
 from pion_client.values import (
@@ -32,6 +33,8 @@ from pion_wire.blocks import make_namespace
 from pion_wire.layout import DType, Layout, LayoutError, PartInfo, Side, TensorLayout
 
 __all__ = [
+    "AttendEntry",
+    "AttendState",
     "BlockTable",
     "Client",
     "DType",
@@ -53,6 +56,7 @@ __all__ = [
     "Side",
     "Stored",
     "TensorLayout",
+    "Warmed",
     "errors",
     "make_namespace",
 ]

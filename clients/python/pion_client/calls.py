@@ -5,7 +5,7 @@ Knows deadlines, watchdogs and what may be tried again; not what the messages sa
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -23,6 +23,8 @@ from pion_client.errors import Unavailable
 from pion_client.storing import Outgoing, Progress
 from pion_client.values import Part
 
+Answer = TypeVar("Answer")
+
 
 class Calls:
     """The calls of one client."""
@@ -30,7 +32,7 @@ class Calls:
     def __init__(self, connection: Connection, timeout_s: float, stall_timeout_s: float) -> None:
         self.connection = connection
         self.timeout_s = timeout_s
-        self._stall_timeout_s = stall_timeout_s
+        self.stall_timeout_s = stall_timeout_s
 
     def unary_deadline(self, timeout_s: float | None) -> Deadline:
         """Returns the deadline of a call with one answer."""
@@ -67,7 +69,7 @@ class Calls:
             PionError: what the status of the call means.
             Whatever `progress` raises.
         """
-        watchdog = Watchdog(self._stall_timeout_s)
+        watchdog = Watchdog(self.stall_timeout_s)
         outgoing = Outgoing(
             header, tensors, parts, first_row=first_row, progress=progress, touch=watchdog.touch
         )
@@ -87,7 +89,7 @@ class Calls:
                     raise call from None  # it is the error that has the status
         return answer
 
-    def send_whole(self, send: Callable[[], bytes], deadline: Deadline) -> bytes:
+    def send_whole(self, send: Callable[[], Answer], deadline: Deadline) -> Answer:
         """Repeats a stream that is idempotent as a whole, where only the transport failed."""
         for attempt in range(1, TRIES_MAX):
             try:
@@ -107,7 +109,7 @@ class Calls:
         deadline: Deadline,
     ) -> None:
         """Hands every message of one stream to `take`; whatever that raises ends the stream."""
-        watchdog = Watchdog(self._stall_timeout_s)
+        watchdog = Watchdog(self.stall_timeout_s)
         with self.connection.calling() as stubs:
             call: Any = getattr(stubs, method)(
                 request,

@@ -8,10 +8,8 @@ every byte of it is here and checked.
 """
 
 import builtins
-import collections
 import functools
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
@@ -20,11 +18,13 @@ import numpy as np
 
 from pion_client import answers
 from pion_client.arrays import Rows, invalid, rows_of, tensor_rows
+from pion_client.attend import Attending, AttendMixin
 from pion_client.calls import Calls
 from pion_client.connection import Connection, retried
 from pion_client.errors import BadAnswer, DataCorrupt, NotStored
 from pion_client.fetching import Progress, ScatteredRows
 from pion_client.lanes import Lanes
+from pion_client.routes import Routes
 from pion_client.values import (
     Array,
     BlockTable,
@@ -52,7 +52,7 @@ from pion_wire.v1 import stats_pb2, types_pb2
 _SIDES = {Side.K: types_pb2.SIDE_K, Side.V: types_pb2.SIDE_V}
 
 
-class Client:
+class Client(AttendMixin):
     """Stores, finds and fetches the K/V of prompt prefixes.
 
     Nothing is connected before the first call. After a fork the child connects anew, or raises `Forked`
@@ -90,7 +90,8 @@ class Client:
         self._connection = Connection(address, tenant=self._tenant, password=password)
         self._calls = Calls(self._connection, timeout_s, stall_timeout_s)
         self._lanes = Lanes(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
-        self._routes = _Routes()
+        self._routes = Routes()
+        self._attending = Attending(self._calls, self._routes)
 
     def __repr__(self) -> str:
         return f"Client({self.address!r})"
@@ -109,6 +110,7 @@ class Client:
     def close(self) -> None:
         """Ends every call that is in flight, and the connection."""
         self._connection.close()
+        self._attending.close()
 
     # Storing
 
@@ -560,34 +562,6 @@ class Client:
         """Sets every counter of the receipt to zero; returns what they were."""
         request = stats_pb2.StatsResetRequest()
         return answers.receipt(self._calls.once("reset_receipt", request, "", timeout_s).receipt)
-
-
-class _Routes:
-    """Which node was asked about a name or a lease, so that the same one is asked again."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._routes: collections.OrderedDict[str, str] = collections.OrderedDict()
-
-    def remember(self, key: str | bytes, route: str) -> None:
-        """Remembers the newest thousand."""
-        with self._lock:
-            self._routes[_text(key)] = route
-            self._routes.move_to_end(_text(key))
-            if len(self._routes) > _ROUTES_MAX:
-                self._routes.popitem(last=False)
-
-    def of(self, key: str | bytes) -> str:
-        """Returns the route; of what is not known, the name itself."""
-        with self._lock:
-            return self._routes.get(_text(key), _text(key))
-
-
-_ROUTES_MAX = 1_000
-
-
-def _text(key: str | bytes) -> str:
-    return key.hex() if isinstance(key, bytes) else key
 
 
 def _packed(token_ids: TokenIds) -> bytes:

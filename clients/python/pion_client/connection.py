@@ -35,6 +35,7 @@ from pion_client.errors import (
     may_ask_again,
 )
 from pion_wire.limits import CHUNK_BYTES_MAX
+from pion_wire.v1.attend_pb2_grpc import AttendStub
 from pion_wire.v1.prefix_store_pb2_grpc import PrefixStoreStub
 from pion_wire.v1.stats_pb2_grpc import StatsStub
 
@@ -48,6 +49,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # The window of a stream, and its frames: what a fast network can have in flight.
     ("grpc.http2.lookahead_bytes", 16 << 20),
     ("grpc.http2.max_frame_size", CHUNK_BYTES_MAX),
+    # Answers of Attend are as large as its queries; all other messages stay below gRPC's 4 MiB.
+    ("grpc.max_receive_message_length", 66 << 20),
     # A server that comes back is found at once, not after up to two minutes: sooner than tries end.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 200),
@@ -98,6 +101,12 @@ class Stubs:
         self.describe = prefixes.Describe
         self.receipt = stats.Get
         self.reset_receipt = stats.Reset
+        attend = AttendStub(channel)
+        self.attend_store = attend.Store
+        self.attend_lookup = attend.Lookup
+        self.attend_query = attend.Query
+        self.attend_stream = attend.Stream
+        self.attend_drop = attend.Drop
 
 
 class Connection:

@@ -1,0 +1,537 @@
+"""Attention over K/V that the server keeps resident, from arrays: only queries cross the wire.
+
+Knows the messages of Attend and how they travel; neither models nor caches. Arrays are NumPy's or MLX's,
+of any float type; they are sent, and answered, as float32.
+
+The one decision: a query takes the fast lane where there is one, a stream that stays open
+(`attend_streams`). The other lane is a call of its own, half as long again; it is used where the server
+has no stream to spare, and with PION_PROMPT_CACHE_NO_STREAM=1.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
+
+import grpc
+import numpy as np
+from crc32c import crc32c
+
+from pion_client.arrays import invalid
+from pion_client.attend_streams import AttendStreams
+from pion_client.calls import Calls
+from pion_client.connection import Deadline, Watchdog, retried
+from pion_client.errors import BadAnswer, TooManyStreams
+from pion_client.routes import Routes
+from pion_client.values import Array
+from pion_wire.limits import CHUNK_BYTES_MAX
+from pion_wire.v1 import attend_pb2 as pb
+from pion_wire.v1 import types_pb2
+
+WARM_TIMEOUT_S = 60.0
+"""Making a prefix resident reads and decodes all its rows."""
+
+Selector: TypeAlias = Literal["mean", "quest"]
+_SELECTORS = {"mean": pb.ATTEND_SELECTOR_MEAN, "quest": pb.ATTEND_SELECTOR_QUEST}
+
+
+class AttendState(enum.StrEnum):
+    """Where an entry stands."""
+
+    MISSING = "missing"
+    COLD = "cold"
+    RESIDENT = "resident"
+
+
+_STATES = {
+    pb.ATTEND_STATE_UNSPECIFIED: AttendState.MISSING,
+    pb.ATTEND_STATE_COLD: AttendState.COLD,
+    pb.ATTEND_STATE_RESIDENT: AttendState.RESIDENT,
+}
+
+
+class AttendEntry(NamedTuple):
+    """Where the entry of one layer stands, and its shape unless it is missing."""
+
+    layer: int
+    state: AttendState
+    heads: int
+    rows: int
+    head_dim: int
+
+
+class Warmed(NamedTuple):
+    """What making entries resident came to."""
+
+    layers: int
+    skipped: int
+    """Layers of the prefix that do not have the shape asked for."""
+    resident_bytes: int
+
+
+class Answer(NamedTuple):
+    """What a query returns, in its own shape."""
+
+    out: np.ndarray
+    """float32 (heads, queries, head_dim)."""
+    lse: np.ndarray | None
+    """float32 (heads, queries): the log-sum-exp of the scaled scores; None unless asked for."""
+
+
+class Attending:
+    """The calls of Attend, of one client."""
+
+    def __init__(self, calls: Calls, routes: Routes) -> None:
+        self.lane: Literal["", "stream", "unary"] = ""
+        """How the last query was answered."""
+        self._calls = calls
+        self._routes = routes
+        self._streams = AttendStreams(calls.connection)
+
+    def close(self) -> None:
+        """Ends the streams."""
+        self._streams.close()
+
+    def follow(self, session: str, namespace: str) -> None:
+        """Has a session's calls go to the node that holds a namespace."""
+        self._routes.remember(session, self._routes.of(namespace))
+
+    def store(
+        self, session: str, layer: int, k: Array, v: Array, timeout_s: float | None
+    ) -> Warmed:
+        """Makes rows resident."""
+        sides = _f32("k", k), _f32("v", v)
+        if sides[0].ndim != 3 or sides[0].shape != sides[1].shape:
+            raise invalid("k", f"{sides[0].shape} and {sides[1].shape} are not (heads, rows, dim)")
+        heads, rows, head_dim = sides[0].shape
+        header = pb.AttendStoreHeader(
+            session=session,
+            rows=pb.AttendRows(layer=layer, heads=heads, rows=rows, head_dim=head_dim),
+        )
+        deadline = self._calls.stream_deadline(timeout_s)
+        return self._calls.send_whole(lambda: self._send(header, sides, deadline), deadline)
+
+    def warm(
+        self,
+        namespace: str,
+        session: str,
+        heads: int,
+        head_dim: int,
+        layers: Sequence[int],
+        timeout_s: float | None,
+    ) -> Warmed:
+        """Makes a stored prefix resident."""
+        source = pb.AttendFromPrefix(
+            namespace=namespace, heads=heads, head_dim=head_dim, layers=layers
+        )
+        self.follow(session, namespace)
+        header = pb.AttendStoreHeader(session=session, from_prefix=source)
+        deadline = Deadline(WARM_TIMEOUT_S if timeout_s is None else timeout_s)
+        return self._calls.send_whole(lambda: self._send(header, (), deadline), deadline)
+
+    def lookup(
+        self, session: str, layers: Sequence[int], timeout_s: float | None
+    ) -> list[AttendEntry]:
+        """Says where entries stand."""
+        request = pb.AttendLookupRequest(session=session, layers=layers)
+        answer = self._calls.ask("attend_lookup", request, self._routes.of(session), timeout_s)
+        if [entry.layer for entry in answer.entries] != list(layers):
+            raise BadAnswer(f"{len(answer.entries)} answers about {len(layers)} layers")
+        return [
+            AttendEntry(
+                entry.layer,
+                _STATES.get(entry.state, AttendState.MISSING),
+                entry.heads,
+                entry.rows,
+                entry.head_dim,
+            )
+            for entry in answer.entries
+        ]
+
+    def drop(self, session: str, layer: int | None, timeout_s: float | None) -> int:
+        """Forgets entries."""
+        request = pb.AttendDropRequest(session=session, layer=layer)
+        answer = self._calls.once("attend_drop", request, self._routes.of(session), timeout_s)
+        return int(answer.dropped_count)
+
+    def ask(self, request: pb.AttendQueryRequest, timeout_s: float | None) -> Answer:
+        """Answers a query."""
+        deadline = self._calls.unary_deadline(timeout_s)
+        message = retried(lambda: self._exchange(request, deadline), deadline)
+        heads, head_dim = request.heads, request.head_dim
+        if len(message.data) != len(request.data):
+            raise BadAnswer(f"{len(message.data)} bytes answer {len(request.data)}")
+        out = np.frombuffer(message.data, "<f4").reshape(heads, -1, head_dim)
+        if not request.log_sum_exp:
+            return Answer(out, None)
+        if len(message.log_sum_exp) * head_dim != len(message.data):
+            raise BadAnswer(f"{len(message.log_sum_exp)} bytes are no log-sum-exp of this answer")
+        return Answer(out, np.frombuffer(message.log_sum_exp, "<f4").reshape(heads, -1))
+
+    def _exchange(
+        self, request: pb.AttendQueryRequest, deadline: Deadline
+    ) -> pb.AttendQueryResponse:
+        route = self._routes.of(request.session)
+        if self._streams.usable():
+            try:
+                answer = self._streams.exchange(request, route, deadline)
+                self.lane = "stream"
+                return answer
+            except TooManyStreams:
+                self._streams.rest()
+        with self._calls.connection.calling() as stubs:
+            answer = stubs.attend_query(
+                request,
+                timeout=deadline.remaining_s,
+                metadata=self._calls.connection.metadata(route),
+            )
+        self.lane = "unary"
+        return answer
+
+    def _send(
+        self, header: pb.AttendStoreHeader, sides: Sequence[np.ndarray], deadline: Deadline
+    ) -> Warmed:
+        watchdog = Watchdog(self._calls.stall_timeout_s if sides else deadline.timeout_s)
+        connection = self._calls.connection
+        with connection.calling() as stubs:
+            call: Any = stubs.attend_store.future(
+                _messages(header, sides, watchdog),
+                timeout=deadline.remaining_s,
+                metadata=connection.metadata(self._routes.of(header.session)),
+            )
+            with watchdog.over(call):
+                try:
+                    answer = call.result()
+                except grpc.FutureCancelledError:
+                    raise call from None  # it is the error that has the status
+        return Warmed(answer.layer_count, answer.skipped_count, answer.resident_bytes)
+
+
+class AttendMixin:
+    """Attend's part of the client. Arrays are (heads, rows or queries, head_dim), of any float type.
+
+    In all queries: `head_map` names the K/V head of each query head, by default in groups, as GQA has
+    them; `window` shows only so many of the last rows, 0 all, None what the server is set to; `scale`
+    is 1/√head_dim unless given; `warm` makes a cold entry resident first, from the prefix it came from.
+    `q` without the middle axis is one query per head, and answered alike.
+
+    All raise: InvalidRequest where something does not fit; NotSupported where the server does not
+    compute attention; Unavailable and DeadlineExceeded where it cannot be reached, or not in time.
+    Queries raise Cold for an entry that is not resident any more, and NotStored (MISSING) for an unknown
+    one.
+    """
+
+    _attending: Attending
+
+    @property
+    def attend_lane(self) -> Literal["", "stream", "unary"]:
+        """How the last query was answered."""
+        return self._attending.lane
+
+    def attend_store(
+        self, session: str, layer: int, k: Array, v: Array, *, timeout_s: float | None = None
+    ) -> Warmed:
+        """Makes K and V of one layer resident under a session's name; replaces what is there.
+
+        Raises:
+            OverBudget: it does not fit; what is resident stays.
+        """
+        return self._attending.store(session, layer, k, v, timeout_s)
+
+    def warm(
+        self,
+        namespace: str,
+        *,
+        session: str | None = None,
+        heads: int = 0,
+        head_dim: int = 0,
+        layers: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> Warmed:
+        """Makes the rows of a stored prefix resident; no row crosses the wire.
+
+        Args:
+            namespace: the prefix.
+            session: the name to attend under; by default the namespace.
+            heads: K/V heads or, on a grouped model, query heads; 0: as stored.
+            head_dim: 0: as stored.
+            layers: only these; by default all.
+            timeout_s: by default a minute.
+
+        Raises:
+            NotStored: there is no such prefix, or it has no rows.
+            OverBudget: it does not fit; what is resident stays.
+        """
+        session = namespace if session is None else session
+        return self._attending.warm(namespace, session, heads, head_dim, layers, timeout_s)
+
+    def attend_lookup(
+        self, session: str, layers: Sequence[int], *, timeout_s: float | None = None
+    ) -> list[AttendEntry]:
+        """Says where the entries of layers stand; at most 1,024 of them."""
+        return self._attending.lookup(session, layers, timeout_s)
+
+    def attend_drop(
+        self, session: str, layer: int | None = None, *, timeout_s: float | None = None
+    ) -> int:
+        """Forgets one layer of a session, or all; returns how many were resident or cold."""
+        return self._attending.drop(session, layer, timeout_s)
+
+    @overload
+    def attend_query(
+        self,
+        session: str,
+        layer: int,
+        q: Array,
+        *,
+        with_lse: Literal[False] = ...,
+        head_map: Sequence[int] | bytes = ...,
+        window: int | None = ...,
+        scale: float | None = ...,
+        warm: bool = ...,
+        timeout_s: float | None = ...,
+    ) -> np.ndarray: ...
+
+    @overload
+    def attend_query(
+        self,
+        session: str,
+        layer: int,
+        q: Array,
+        *,
+        with_lse: Literal[True],
+        head_map: Sequence[int] | bytes = ...,
+        window: int | None = ...,
+        scale: float | None = ...,
+        warm: bool = ...,
+        timeout_s: float | None = ...,
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def attend_query(
+        self,
+        session: str,
+        layer: int,
+        q: Array,
+        *,
+        with_lse: bool = False,
+        head_map: Sequence[int] | bytes = b"",
+        window: int | None = None,
+        scale: float | None = None,
+        warm: bool = False,
+        timeout_s: float | None = None,
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+        """Attention over all rows: float32, in the shape of `q`.
+
+        Args:
+            session, layer: the entry.
+            q: what is asked.
+            with_lse: also return the log-sum-exp of the scaled scores, (heads, queries): with it two
+                answers over different rows are joined (`pion_wire.softmax.merge`).
+            head_map, window, scale, warm: see the class.
+            timeout_s: instead of the client's.
+        """
+        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
+        asked.message.dense.queries = asked.queries
+        asked.message.log_sum_exp = with_lse
+        answer = self._attending.ask(asked.message, timeout_s)
+        if answer.lse is None:
+            return asked.shaped(answer.out)
+        return asked.shaped(answer.out), answer.lse.reshape(asked.shape[:-1])
+
+    def attend_query_fused(
+        self,
+        session: str,
+        layer: int,
+        q: Array,
+        suffix_k: Array,
+        suffix_v: Array,
+        *,
+        head_map: Sequence[int] | bytes = b"",
+        window: int | None = None,
+        scale: float | None = None,
+        warm: bool = False,
+        timeout_s: float | None = None,
+    ) -> np.ndarray:
+        """Attention over all rows and a suffix, of which query m sees the first S - M + 1 + m rows.
+
+        Args:
+            session, layer: the entry.
+            q: what is asked, M queries per head.
+            suffix_k, suffix_v: (kv heads, S, head_dim), S possibly 0.
+            head_map, window, scale, warm: see the class; the suffix is never windowed.
+            timeout_s: instead of the client's.
+        """
+        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
+        asked.message.fused.queries = asked.queries
+        _bring(asked.message.fused, suffix_k, suffix_v)
+        return asked.shaped(self._attending.ask(asked.message, timeout_s).out)
+
+    def attend_query_sparse(
+        self,
+        session: str,
+        layer: int,
+        q: Array,
+        indices: np.ndarray | Sequence[Sequence[int]],
+        counts: np.ndarray | Sequence[int] | None = None,
+        *,
+        head_map: Sequence[int] | bytes = b"",
+        window: int | None = None,
+        scale: float | None = None,
+        warm: bool = False,
+        timeout_s: float | None = None,
+    ) -> np.ndarray:
+        """Attention over rows that the caller chooses; one query per head.
+
+        Args:
+            session, layer: the entry.
+            q: what is asked.
+            indices: (heads, width) row numbers; those outside of the rows or the window are skipped.
+            counts: how many of each head's count; by default all.
+            head_map, window, scale, warm: see the class.
+            timeout_s: instead of the client's.
+        """
+        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
+        table = np.asarray(indices)
+        if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):
+            raise invalid("indices", "row numbers are integers, (heads, width)")
+        used = np.full(len(table), table.shape[1]) if counts is None else np.asarray(counts)
+        # What no row can have is skipped by the server; clipped, it stays so in 32 bits.
+        asked.message.sparse.indices = np.clip(table, -1, 2**31 - 1).astype("<i4").tobytes()
+        asked.message.sparse.counts = np.clip(used, 0, 2**32 - 1).astype("<u4").tobytes()
+        asked.message.sparse.indices_per_head = table.shape[1]
+        return asked.shaped(self._attending.ask(asked.message, timeout_s).out)
+
+    def attend_query_sparse_auto(
+        self,
+        session: str,
+        layer: int,
+        q: Array,
+        block_rows: int,
+        blocks: int,
+        *,
+        selector: Selector = "mean",
+        head_map: Sequence[int] | bytes = b"",
+        window: int | None = None,
+        scale: float | None = None,
+        warm: bool = False,
+        timeout_s: float | None = None,
+    ) -> np.ndarray:
+        """Attention over the blocks of rows that rank highest, and the last; one query per head.
+
+        Args:
+            session, layer: the entry.
+            q: what is asked.
+            block_rows, blocks: the size of a block, and how many are chosen, for all heads alike.
+            selector: "mean" ranks by the mean key of a block, "quest" by the largest score that a key
+                within the block's bounds could have.
+            head_map, window, scale, warm: see the class.
+            timeout_s: instead of the client's.
+        """
+        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
+        _choose(asked.message.sparse_auto, block_rows, blocks, selector)
+        return asked.shaped(self._attending.ask(asked.message, timeout_s).out)
+
+    def attend_query_sparse_auto_fused(
+        self,
+        session: str,
+        layer: int,
+        q: Array,
+        block_rows: int,
+        blocks: int,
+        suffix_k: Array,
+        suffix_v: Array,
+        *,
+        selector: Selector = "mean",
+        head_map: Sequence[int] | bytes = b"",
+        window: int | None = None,
+        scale: float | None = None,
+        warm: bool = False,
+        timeout_s: float | None = None,
+    ) -> np.ndarray:
+        """As `attend_query_sparse_auto`, with a suffix of which all is seen, as for `…_fused`."""
+        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
+        _choose(asked.message.sparse_auto_fused.choice, block_rows, blocks, selector)
+        _bring(asked.message.sparse_auto_fused, suffix_k, suffix_v)
+        return asked.shaped(self._attending.ask(asked.message, timeout_s).out)
+
+
+class _Query:
+    """A request without its kind, and the shape that its answer shall have."""
+
+    def __init__(
+        self,
+        session: str,
+        layer: int,
+        q: Array,
+        head_map: Sequence[int] | bytes,
+        window: int | None,
+        scale: float | None,
+        *,
+        warm: bool,
+    ) -> None:
+        array = _f32("q", q)
+        self.shape = array.shape
+        if array.ndim not in (2, 3):
+            raise invalid("q", f"{self.shape} is not (heads, queries, head_dim)")
+        self.queries = array.shape[1] if array.ndim == 3 else 1
+        try:
+            self.message = pb.AttendQueryRequest(
+                session=session,
+                layer=layer,
+                heads=array.shape[0],
+                head_dim=array.shape[-1],
+                head_map=bytes(head_map),
+                window_rows=window,
+                scale=scale,
+                warm=warm,
+                data=array.tobytes(),
+            )
+        except (ValueError, TypeError) as error:  # a number that has no place in its field
+            raise invalid("query", str(error)) from error
+
+    def shaped(self, out: np.ndarray) -> np.ndarray:
+        return out.reshape(self.shape)
+
+
+def _bring(kind: Any, suffix_k: Array, suffix_v: Array) -> None:
+    k, v = _f32("suffix_k", suffix_k), _f32("suffix_v", suffix_v)
+    if k.ndim != 3 or k.shape != v.shape:
+        raise invalid("suffix_k", f"{k.shape} and {v.shape} are not (kv heads, rows, head_dim)")
+    kind.suffix_rows = k.shape[1]
+    kind.suffix_k, kind.suffix_v = k.tobytes(), v.tobytes()
+
+
+def _choose(kind: pb.AttendSparseAuto, block_rows: int, blocks: int, selector: str) -> None:
+    if selector not in _SELECTORS:
+        raise invalid("selector", f"{selector!r} is neither 'mean' nor 'quest'")
+    try:
+        kind.block_rows, kind.blocks = block_rows, blocks
+    except (ValueError, TypeError) as error:
+        raise invalid("block_rows", str(error)) from error
+    kind.selector = _SELECTORS[selector]
+
+
+def _f32(field: str, array: Array) -> np.ndarray:
+    """Returns an array as contiguous float32; evaluates MLX's."""
+    if not isinstance(array, np.ndarray) and type(array).__module__.startswith("mlx."):
+        import mlx.core as mx
+
+        array = array.astype(mx.float32)  # NumPy does not know bfloat16
+    try:
+        return np.ascontiguousarray(array, "<f4")
+    except (ValueError, TypeError) as error:
+        raise invalid(field, f"not an array of numbers: {error}") from error
+
+
+def _messages(
+    header: pb.AttendStoreHeader, sides: Sequence[np.ndarray], watchdog: Watchdog
+) -> Iterator[pb.AttendStoreRequest]:
+    yield pb.AttendStoreRequest(header=header)
+    for part, side in enumerate(sides):
+        view = side.reshape(-1).view(np.uint8).data
+        for offset in range(0, len(view), CHUNK_BYTES_MAX):
+            data = view[offset : offset + CHUNK_BYTES_MAX]
+            chunk = types_pb2.PartChunk(
+                part_index=part, offset_bytes=offset, crc32c=crc32c(data), data=bytes(data)
+            )
+            yield pb.AttendStoreRequest(bytes=chunk)
+            watchdog.touch()
