@@ -10,7 +10,6 @@ Reads never write: uses are noted in memory and flushed by `tick`.
 
 import contextlib
 import functools
-import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from pion_grpc.core.blobs import BlobStore
+from pion_grpc.core.exporting import Exports
 from pion_grpc.core.live import RowsSession, begin_rows, seal
 from pion_grpc.core.matching import longest_match
 from pion_grpc.core.membership import membership
@@ -26,7 +26,6 @@ from pion_grpc.core.reading import (
     CorruptPrefix,
     Reading,
     chain_parts,
-    segment_layout,
 )
 from pion_grpc.core.receipt import Ledger, Restore
 from pion_grpc.core.recovery import Recovery
@@ -38,7 +37,6 @@ from pion_grpc.core.values import (
     BlockTable,
     Durability,
     Export,
-    ExportExtent,
     FetchQuery,
     LookupQuery,
     LookupResult,
@@ -155,7 +153,7 @@ class PrefixStore:
         self._lock = threading.Lock()
         self._uses: dict[tuple[int, str], None] = {}
         self._prefill_ms: dict[int, float] = {}
-        self._checked: dict[str, tuple[int, int, int]] = {}
+        self._exports = Exports(directory)
         self.snapshots = Snapshots(self._catalog)
         self.space.bury_dead_instances()
         self.space.measure()
@@ -407,7 +405,7 @@ class PrefixStore:
                     f"{found.prefix.namespace!r} is live, its rows are in no segment yet: stream them",
                     namespace=found.prefix.namespace,
                 )
-            extents = tuple(self._export_extents(found.reading))
+            extents = tuple(self._exports.extents(found.reading))
             lease = secrets.token_bytes(16)
             with self._catalog.write() as transaction:
                 row = found.reading.chain[-1]
@@ -505,7 +503,7 @@ class PrefixStore:
         reason, difference = _expectation(row, query, token_ids)
         if reason is not MissReason.NONE:
             return LookupResult(hit=False, reason=reason, prefix=info, first_difference=difference)
-        if not self.vouch(chain):
+        if not self._recovery.vouch(chain):
             raise _OutOfDate
         self.note_use(row.id)
         lease = self._lease(row, lease_ms)
@@ -533,7 +531,7 @@ class PrefixStore:
         if served < max(query.min_tokens, 1):
             reason = reason if shortened_by else MissReason.TOO_SHORT
             return MatchResult(False, reason, info, requested, matched, 0, shortened_by)
-        if not self.vouch(chain):
+        if not self._recovery.vouch(chain):
             raise _OutOfDate
         self.note_use(row.id)
         lease = self._lease(row, query.lease_ms)
@@ -559,36 +557,6 @@ class PrefixStore:
             tokens = result.prefix.token_count
         seconds = (query.restored_prefill_ms or 0.0) / 1_000
         self.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
-
-    def vouch(self, chain: list[PrefixRow]) -> bool:
-        """Makes sure that the files of a chain are there, with the right size.
-
-        Returns False if some of its rows turned out to be lost: `chain` is out of date then.
-
-        Raises:
-            CorruptPrefix: a file is not there, or not right.
-        """
-        if self._recovery.check(chain):
-            return False
-        for row in chain:
-            self._vouch_file(row, row.file, row.disk_bytes if row.state == "sealed" else None)
-        if chain[-1].state == "live":
-            with self._catalog.read() as transaction:
-                names = transaction.extent_files(chain[-1].id)
-            for name in names:
-                self._vouch_file(chain[-1], name, None)
-        return True
-
-    def _vouch_file(self, row: PrefixRow, name: str | None, size: int | None) -> None:
-        if not name:
-            return
-        path = self.directory.resolve(name)
-        try:
-            actual = path.stat().st_size
-        except FileNotFoundError:
-            actual = -1
-        if actual < 0 or (size is not None and actual != size):
-            raise CorruptPrefix(Corrupt(f"{path} is damaged"), row.id, path)
 
     def _open(
         self, tenant: str, query: FetchQuery, clamp: Callable[[RowRange, PrefixRow], RowRange]
@@ -644,50 +612,6 @@ class PrefixStore:
                 raise _OutOfDate  # evicted since it was found
             transaction.add_lease(lease, row.id, unix_ms() + lease_ms)
         return lease
-
-    def _export_extents(self, reading: Reading) -> Iterator[ExportExtent]:
-        parent = ""
-        for depth, row in enumerate(reading.chain):
-            assert row.file is not None
-            begin = max(row.base, reading.rows.begin)
-            above = (
-                reading.chain[depth + 1].base if depth + 1 < len(reading.chain) else row.token_count
-            )
-            end = min(above, reading.rows.end)
-            if begin < end:
-                status = self._stat(row)
-                self._check_once(row, status, reading)
-                yield ExportExtent(
-                    row.file,
-                    status.st_dev,
-                    status.st_ino,
-                    status.st_size,
-                    segment_layout(row, parent).data_offset,
-                    begin - row.base,
-                    end - begin,
-                    begin,
-                )
-            parent = row.namespace
-
-    def _stat(self, row: PrefixRow) -> os.stat_result:
-        assert row.file is not None
-        try:
-            return self.directory.resolve(row.file).stat()
-        except FileNotFoundError as error:
-            raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace) from error
-
-    def _check_once(self, row: PrefixRow, status: os.stat_result, reading: Reading) -> None:
-        """Checks every page of a segment, unless it has not changed since this process did."""
-        assert row.file is not None
-        state = status.st_ino, status.st_size, status.st_mtime_ns
-        with self._lock:
-            if self._checked.get(row.file) == state:
-                return
-        reading.check(row.id)
-        with self._lock:
-            self._checked[row.file] = state
-            if len(self._checked) > 100_000:
-                del self._checked[next(iter(self._checked))]
 
     def _scattered(self, reading: Reading, rows: np.ndarray) -> Iterator[bytes]:
         per_chunk = max(1, limits.CHUNK_BYTES_MAX // max(reading.served_layout.row_bytes, 1))

@@ -47,6 +47,36 @@ class Recovery:
             parent = prefix.namespace
         return lost
 
+    def vouch(self, chain: list[PrefixRow]) -> bool:
+        """Makes sure that the files of a chain are there, with the right size.
+
+        Returns False if some of its rows turned out to be lost: `chain` is out of date then.
+
+        Raises:
+            CorruptPrefix: a file is not there, or not right.
+        """
+        if self.check(chain):
+            return False
+        for row in chain:
+            self._vouch_file(row, row.file, row.disk_bytes if row.state == "sealed" else None)
+        if chain[-1].state == "live":
+            with self._catalog.read() as transaction:
+                names = transaction.extent_files(chain[-1].id)
+            for name in names:
+                self._vouch_file(chain[-1], name, None)
+        return True
+
+    def _vouch_file(self, row: PrefixRow, name: str | None, size: int | None) -> None:
+        if not name:
+            return
+        path = self._directory.resolve(name)
+        try:
+            actual = path.stat().st_size
+        except FileNotFoundError:
+            actual = -1
+        if actual < 0 or (size is not None and actual != size):
+            raise CorruptPrefix(Corrupt(f"{path} is damaged"), row.id, path)
+
     def make_sound(self, tenant: str, namespace: str) -> None:
         """Checks a name before something is built on it, and takes it out if it is damaged."""
         with self._catalog.read() as transaction:

@@ -264,7 +264,7 @@ class Sessions:
             if not settle and any(self._workshop.recovery.is_due(link) for link in chain):
                 raise Unsettled(namespace)
             try:
-                if self._store.vouch(chain):
+                if self._store.workshop.recovery.vouch(chain):
                     return row, sides
             except CorruptPrefix as error:
                 if not settle:

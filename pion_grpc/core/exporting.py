@@ -1,0 +1,77 @@
+"""Export: the files that hold a prefix, named for a client on the same host that reads them itself.
+
+Only files whose pages this process has checked since they last changed are named, so that such a client
+need not check them again.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+
+from pion_grpc.core.reading import Reading, segment_layout
+from pion_grpc.core.values import ExportExtent
+from pion_grpc.errors import Evicted
+from pion_grpc.storage.catalog import PrefixRow
+from pion_grpc.storage.directory import DataDirectory
+
+CHECKED_MAX = 100_000
+"""Files that are remembered as checked; the oldest are checked again."""
+
+
+class Exports:
+    """What one process has checked of the files that it names."""
+
+    def __init__(self, directory: DataDirectory) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._checked: dict[str, tuple[int, int, int]] = {}
+
+    def extents(self, reading: Reading) -> Iterator[ExportExtent]:
+        """Yields the files that hold the rows of an open prefix, every page of them checked.
+
+        Raises:
+            CorruptPrefix: a page does not have its checksum.
+            Evicted: a file went meanwhile.
+        """
+        parent = ""
+        for depth, row in enumerate(reading.chain):
+            assert row.file is not None
+            begin = max(row.base, reading.rows.begin)
+            above = (
+                reading.chain[depth + 1].base if depth + 1 < len(reading.chain) else row.token_count
+            )
+            end = min(above, reading.rows.end)
+            if begin < end:
+                status = self._stat(row)
+                self._check_once(row, status, reading)
+                yield ExportExtent(
+                    row.file,
+                    status.st_dev,
+                    status.st_ino,
+                    status.st_size,
+                    segment_layout(row, parent).data_offset,
+                    begin - row.base,
+                    end - begin,
+                    begin,
+                )
+            parent = row.namespace
+
+    def _stat(self, row: PrefixRow) -> os.stat_result:
+        assert row.file is not None
+        try:
+            return self._directory.resolve(row.file).stat()
+        except FileNotFoundError as error:
+            raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace) from error
+
+    def _check_once(self, row: PrefixRow, status: os.stat_result, reading: Reading) -> None:
+        """Checks every page of a segment, unless it has not changed since this process did."""
+        assert row.file is not None
+        state = status.st_ino, status.st_size, status.st_mtime_ns
+        with self._lock:
+            if self._checked.get(row.file) == state:
+                return
+        reading.check(row.id)
+        with self._lock:
+            self._checked[row.file] = state
+            if len(self._checked) > CHECKED_MAX:
+                del self._checked[next(iter(self._checked))]
