@@ -234,13 +234,13 @@ class Keys:
         Raises:
             NotANumber: it is none, or the sum has more than 64 bits.
         """
-        total = _checked_sum(self.whole(name) or b"0", by, "value")
+        total = _checked_sum(self._number(name), by, "value")
         self._overwrite(name, b"%d" % total)
         return total
 
     def increment_float(self, name: bytes, by: float) -> bytes:
         """Adds to a string that is a number, and returns the sum as it is stored now."""
-        total = _float_sum(self.whole(name) or b"0", by, "value")
+        total = _float_sum(self._number(name), by, "value")
         self._overwrite(name, total)
         return total
 
@@ -273,14 +273,14 @@ class Keys:
     def increment_field(self, name: bytes, field: bytes, by: int) -> int:
         """Adds to a field that is an integer; raises as `increment` does."""
         (value,) = self.field_values(name, [field])
-        total = _checked_sum(value or b"0", by, "hash value")
+        total = _checked_sum(b"0" if value is None else value, by, "hash value")
         self.set_fields(name, [(field, b"%d" % total)])
         return total
 
     def increment_field_float(self, name: bytes, field: bytes, by: float) -> bytes:
         """Adds to a field that is a number; raises as `increment` does."""
         (value,) = self.field_values(name, [field])
-        total = _float_sum(value or b"0", by, "hash value")
+        total = _float_sum(b"0" if value is None else value, by, "hash value")
         self.set_fields(name, [(field, total)])
         return total
 
@@ -481,6 +481,9 @@ class Keys:
         return self._table.item_count(key) if key else 0
 
     # -- parts of the above
+
+    def _number(self, name: bytes) -> bytes:
+        return b"0" if self.get(name) is None else self.whole(name)
 
     def _existing(self, name: bytes) -> KeyRow:
         key = self._table.get(name)

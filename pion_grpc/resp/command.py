@@ -161,6 +161,8 @@ class Call:
     """Arguments that are in files of their own already, by their index."""
     queued: Queued | None = None
     """What EXEC executes."""
+    inside: bool = False
+    """Whether EXEC executes it: then only its transaction sees what was written before."""
 
     @property
     def tenant(self) -> str:

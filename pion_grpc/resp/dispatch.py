@@ -86,7 +86,7 @@ class Dispatcher:
         replies: list[Reply] = []
         for request in queued.requests:
             inner = self.call(call.client, request)
-            inner.keys = keys
+            inner.keys, inner.inside = keys, True
             answer = self._answer_alone(inner)
             replies.append(
                 answer.joined() if isinstance(answer, StreamedValue) else cast(Reply, answer)

@@ -152,6 +152,8 @@ def copy(call: Call) -> Answer:
     if options not in ([], ["REPLACE"]):
         raise syntax_error()
     source, target = call.raw(0), call.raw(1)
+    if source == target:
+        raise ReplyError("ERR source and destination objects are the same")
     space = call.keyspace
     found = space.kind(source)
     if found is None or (space.kind(target) is not None and not options):

@@ -35,6 +35,8 @@ def move(call: Call) -> Answer:
         ends = call.word(2), call.word(3)
     if not set(ends) <= {"LEFT", "RIGHT"}:
         raise syntax_error()
+    if not call.keyspace.list_length(call.raw(0)):
+        return None
     call.keyspace.list_length(call.raw(1))  # refuses another kind before anything is taken
     values = call.keyspace.pop(call.raw(0), 1, left=ends[0] == "LEFT")
     if not values:

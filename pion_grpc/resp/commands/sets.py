@@ -41,6 +41,8 @@ def count(call: Call) -> Answer:
 def move(call: Call) -> Answer:
     """`SMOVE source target member`."""
     member = call.raw(2)
+    if not call.keyspace.item_count(call.raw(0), Kind.SET):
+        return 0
     call.keyspace.has_members(
         call.raw(1), [member]
     )  # refuses another kind before anything is taken

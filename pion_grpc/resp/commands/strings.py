@@ -145,9 +145,11 @@ def get_range(call: Call) -> Answer:
     """`GETRANGE key start end`, both included."""
     start, end = call.integer(1), call.integer(2)
     whole = call.keyspace.whole(call.raw(0))
+    if end < start < 0:
+        return b""
     first = max(start + len(whole) if start < 0 else start, 0)
-    last = end + len(whole) if end < 0 else end
-    return whole[first : max(last, -1) + 1] if first <= last else b""
+    last = max(end + len(whole) if end < 0 else end, 0)  # before the beginning is the first byte
+    return whole[first : last + 1]
 
 
 def set_range(call: Call) -> Answer:
@@ -177,6 +179,8 @@ def _reply(call: Call, value: Value | None) -> Answer:
         return value
     if call.on_loop:
         raise Elsewhere
+    if call.inside:
+        return call.keyspace.read(value)
     try:
         reading = call.services.keyspace.open(value)
     except FileNotFoundError:
