@@ -36,6 +36,7 @@ from pion_grpc.rpc.service import (
     SMALL_MESSAGES,
     Credentials,
     Doorman,
+    Lobby,
     Streams,
     service_handler,
 )
@@ -46,7 +47,9 @@ from pion_grpc.storage.directory import DataDirectory
 from pion_wire.v1 import attend_pb2, prefix_store_pb2, ssm_state_pb2, stats_pb2
 
 UNARY_THREADS = 32
-"""Threads beside one for each permitted stream, so that unary calls and health never wait for those."""
+"""Threads beside one for each permitted stream, so that unary calls never wait for those."""
+HEALTH_THREADS = 4
+"""Threads of health's own, so that it answers whatever the others are busy with."""
 TICK_S = 1.0
 CLEAN_EVERY_TICKS = 30
 HURRY_TICK_S = 0.05
@@ -118,11 +121,11 @@ class Server:
             config.streams_max + UNARY_THREADS, thread_name_prefix="grpc"
         )
         credentials = Credentials({"": password} if password else {})
-        passing = [health.SERVICE_NAME, *(service.full_name for service in SERVICES.values())]
-        self._server = grpc.server(
-            self._pool, options=CHANNEL_OPTIONS, interceptors=[Doorman(credentials, passing)]
-        )
-        self._health = health.HealthServicer()
+        self._lobby = Lobby(config.stall_ms, UNARY_THREADS // 2)
+        self._health_pool = ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="health")
+        doorman = Doorman(credentials, self._lobby, self._health_pool)
+        self._server = grpc.server(self._pool, options=CHANNEL_OPTIONS, interceptors=[doorman])
+        self._health = health.HealthServicer(experimental_thread_pool=self._health_pool)
         self._add_services(credentials)
         self.address = self._bind(config.listen)
         self.resp = self._resp_server(password)
@@ -168,6 +171,7 @@ class Server:
             self.attend.close()
         self.store.close()
         self._pool.shutdown(wait=False)
+        self._health_pool.shutdown(wait=False)
         _log.info("stopped")
 
     def hurry(self) -> None:
@@ -232,7 +236,7 @@ class Server:
                 self.store.tick()
                 if self.resp is not None:
                     self.resp.tick()
-                cut = self._streams.cut_stalled()
+                cut = self._streams.cut_stalled() + self._lobby.cut_stalled()
                 if cut:
                     _log.warning("streams cut off", count=cut, stall_ms=self._config.stall_ms)
                 if ticks % CLEAN_EVERY_TICKS == 0:

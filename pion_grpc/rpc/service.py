@@ -10,10 +10,12 @@ objects.
 
 import base64
 import binascii
+import contextlib
 import hmac
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import grpc
@@ -37,6 +39,11 @@ SMALL_MESSAGES = MessageSizes(request=8 << 20, response=4 << 20)
 Responses: what a client takes that sets no limit of its own."""
 LARGE_MESSAGES = MessageSizes(request=65 << 20, response=65 << 20)
 """Of Attend: tensors of 64 MiB, and what is around them."""
+
+
+CROWD_WAIT_S = 2.0
+"""How long the request of a unary call may take when many are being waited for."""
+HEALTH_SERVICE = "grpc.health.v1.Health"
 
 
 class Call(NamedTuple):
@@ -86,23 +93,92 @@ class Credentials:
 
 
 class Doorman(grpc.ServerInterceptor):
-    """Asks for credentials before what does not ask itself: reflection, and whatever does not exist.
+    """Lets calls in: without credentials only those to health, and none that holds a thread for nothing.
 
-    Services of ours pass: they ask in their handlers, which need the tenant. Health is open to all.
+    gRPC waits for a call's one message in a thread of the pool. Calls that never send it would take
+    every thread, and health would be silent. So what asks with one message is served as if it asked
+    with a stream, and waits for it in the lobby; and health has threads of its own.
     """
 
-    def __init__(self, credentials: Credentials, passing: Iterable[str]) -> None:
+    def __init__(self, credentials: Credentials, lobby: "Lobby", health_threads: Executor) -> None:
         self._credentials = credentials
-        self._passing = tuple(f"/{service}/" for service in passing)
+        self._lobby = lobby
+        self._health_threads = health_threads
+        self._handlers: dict[str, Any] = {}
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Returns the handler of a call, or one that refuses it."""
-        if not details.method.startswith(self._passing):
+        method: str = details.method
+        is_health = method.startswith(f"/{HEALTH_SERVICE}/")
+        if not is_health:
             try:
                 self._credentials.tenant_of(details.invocation_metadata)
             except NotAuthenticated as error:
-                return _refusing(error, details.method)
-        return continuation(details)
+                return _refusing(error, method)
+        if method not in self._handlers:
+            handler = continuation(details)
+            if handler is None:
+                return None  # there is no such method, and their number has no end
+            self._handlers[method] = self._waiting(handler, method, is_health)
+        return self._handlers[method]
+
+    def _waiting(self, handler: Any, method: str, is_health: bool) -> Any:
+        """Returns a handler that takes a stream of messages, of which it uses one."""
+        one_answer = handler.unary_unary
+        if handler.request_streaming or (is_health and not one_answer):
+            return handler  # health's Watch brings its own threads
+        ask = one_answer or handler.unary_stream
+
+        def behaviour(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+            with translated(context, method):
+                with self._lobby.waiting(context):
+                    message = next(messages, None)
+                if message is None:
+                    raise InvalidRequest("request", "the call ended without one")
+            return ask(message, context)
+
+        if is_health:
+            behaviour.experimental_thread_pool = self._health_threads  # type: ignore[attr-defined]
+        make = (
+            grpc.stream_unary_rpc_method_handler
+            if one_answer
+            else grpc.stream_stream_rpc_method_handler
+        )
+        return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+class Lobby:
+    """Calls whose request has not come yet. Each holds a thread: in a crowd nobody waits for long."""
+
+    def __init__(self, stall_ms: int, crowd: int) -> None:
+        self._stall_s = stall_ms / 1_000 or float("inf")
+        self._crowd = crowd
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[grpc.ServicerContext, float]] = {}
+        self._serial = 0
+
+    @contextlib.contextmanager
+    def waiting(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Notes a call as long as it waits."""
+        with self._lock:
+            self._serial += 1
+            ticket = self._serial
+            self._waiting[ticket] = context, time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._waiting[ticket]
+
+    def cut_stalled(self) -> int:
+        """Cancels the calls that have waited for too long; returns how many."""
+        with self._lock:
+            patience_s = CROWD_WAIT_S if len(self._waiting) >= self._crowd else self._stall_s
+            oldest = time.monotonic() - min(patience_s, self._stall_s)
+            stalled = [context for context, since in self._waiting.values() if since < oldest]
+        for context in stalled:
+            context.cancel()
+        return len(stalled)
 
 
 class Streams:

@@ -22,6 +22,7 @@ from pion_wire.messages import layout_to_message, part_to_message
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import types_pb2
 from tests.conftest import ServerProcess
+from tests.server.memory import clear_peak, peak_bytes
 from tests.server.wire import MODEL, Sample, Wire, eventually, layout_of, refused
 
 _serial = itertools.count()
@@ -547,20 +548,6 @@ def flat(server: ServerProcess) -> Iterator[Callable[[int], None]]:
         assert peak_bytes(process.pid) - before < limit
 
     return check
-
-
-def clear_peak(pid: int) -> None:
-    if Path("/proc").exists():
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def peak_bytes(pid: int) -> int:
-    """The most memory that a process has had since `clear_peak`; elsewhere what it has now."""
-    status = Path(f"/proc/{pid}/status")
-    if not status.exists():
-        return int(psutil.Process(pid).memory_info().rss)
-    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) << 10
 
 
 def test_a_gigabyte_of_token_ids_is_not_taken_in(wire: Wire, flat: Callable[[int], None]) -> None:
