@@ -701,7 +701,6 @@ def test_what_is_not_there_yet_says_so_before_anything_runs(model):
     for option in (
         *({"vquant": name} for name in ("fp8", "int8", "turbo4", "mlx4g32")),
         {"boundary_protect": 2},
-        {"stage2": True},
     ):
         with pytest.raises(NotImplementedError, match=next(iter(option))):
             PionPromptCache(model, **option)

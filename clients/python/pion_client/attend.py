@@ -220,12 +220,13 @@ class AttendMixin:
     one.
     """
 
-    _attending: Attending
+    attending: Attending
+    """The same, for those who build on it."""
 
     @property
     def attend_lane(self) -> Literal["", "stream", "unary"]:
         """How the last query was answered."""
-        return self._attending.lane
+        return self.attending.lane
 
     def attend_store(
         self, session: str, layer: int, k: Array, v: Array, *, timeout_s: float | None = None
@@ -235,7 +236,7 @@ class AttendMixin:
         Raises:
             OverBudget: it does not fit; what is resident stays.
         """
-        return self._attending.store(session, layer, k, v, timeout_s)
+        return self.attending.store(session, layer, k, v, timeout_s)
 
     def warm(
         self,
@@ -262,19 +263,19 @@ class AttendMixin:
             OverBudget: it does not fit; what is resident stays.
         """
         session = namespace if session is None else session
-        return self._attending.warm(namespace, session, heads, head_dim, layers, timeout_s)
+        return self.attending.warm(namespace, session, heads, head_dim, layers, timeout_s)
 
     def attend_lookup(
         self, session: str, layers: Sequence[int], *, timeout_s: float | None = None
     ) -> list[AttendEntry]:
         """Says where the entries of layers stand; at most 1,024 of them."""
-        return self._attending.lookup(session, layers, timeout_s)
+        return self.attending.lookup(session, layers, timeout_s)
 
     def attend_drop(
         self, session: str, layer: int | None = None, *, timeout_s: float | None = None
     ) -> int:
         """Forgets one layer of a session, or all; returns how many were resident or cold."""
-        return self._attending.drop(session, layer, timeout_s)
+        return self.attending.drop(session, layer, timeout_s)
 
     @overload
     def attend_query(
@@ -329,10 +330,9 @@ class AttendMixin:
             head_map, window, scale, warm: see the class.
             timeout_s: instead of the client's.
         """
-        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
-        asked.message.dense.queries = asked.queries
+        asked = Query(session, layer, q, head_map, window, scale, warm=warm)
         asked.message.log_sum_exp = with_lse
-        answer = self._attending.ask(asked.message, timeout_s)
+        answer = self.attending.ask(asked.message, timeout_s)
         if answer.lse is None:
             return asked.shaped(answer.out)
         return asked.shaped(answer.out), answer.lse.reshape(asked.shape[:-1])
@@ -360,10 +360,9 @@ class AttendMixin:
             head_map, window, scale, warm: see the class; the suffix is never windowed.
             timeout_s: instead of the client's.
         """
-        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
-        asked.message.fused.queries = asked.queries
-        _bring(asked.message.fused, suffix_k, suffix_v)
-        return asked.shaped(self._attending.ask(asked.message, timeout_s).out)
+        asked = Query(session, layer, q, head_map, window, scale, warm=warm)
+        asked.bring(suffix_k, suffix_v)
+        return asked.shaped(self.attending.ask(asked.message, timeout_s).out)
 
     def attend_query_sparse(
         self,
@@ -389,16 +388,13 @@ class AttendMixin:
             head_map, window, scale, warm: see the class.
             timeout_s: instead of the client's.
         """
-        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
+        asked = Query(session, layer, q, head_map, window, scale, warm=warm)
         table = np.asarray(indices)
         if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):
             raise invalid("indices", "row numbers are integers, (heads, width)")
         used = np.full(len(table), table.shape[1]) if counts is None else np.asarray(counts)
-        # What no row can have is skipped by the server; clipped, it stays so in 32 bits.
-        asked.message.sparse.indices = np.clip(table, -1, 2**31 - 1).astype("<i4").tobytes()
-        asked.message.sparse.counts = np.clip(used, 0, 2**32 - 1).astype("<u4").tobytes()
-        asked.message.sparse.indices_per_head = table.shape[1]
-        return asked.shaped(self._attending.ask(asked.message, timeout_s).out)
+        asked.pick(table, used)
+        return asked.shaped(self.attending.ask(asked.message, timeout_s).out)
 
     def attend_query_sparse_auto(
         self,
@@ -426,9 +422,9 @@ class AttendMixin:
             head_map, window, scale, warm: see the class.
             timeout_s: instead of the client's.
         """
-        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
-        _choose(asked.message.sparse_auto, block_rows, blocks, selector)
-        return asked.shaped(self._attending.ask(asked.message, timeout_s).out)
+        asked = Query(session, layer, q, head_map, window, scale, warm=warm)
+        asked.choose(block_rows, blocks, selector)
+        return asked.shaped(self.attending.ask(asked.message, timeout_s).out)
 
     def attend_query_sparse_auto_fused(
         self,
@@ -448,14 +444,20 @@ class AttendMixin:
         timeout_s: float | None = None,
     ) -> np.ndarray:
         """As `attend_query_sparse_auto`, with a suffix of which all is seen, as for `…_fused`."""
-        asked = _Query(session, layer, q, head_map, window, scale, warm=warm)
-        _choose(asked.message.sparse_auto_fused.choice, block_rows, blocks, selector)
-        _bring(asked.message.sparse_auto_fused, suffix_k, suffix_v)
-        return asked.shaped(self._attending.ask(asked.message, timeout_s).out)
+        asked = Query(session, layer, q, head_map, window, scale, warm=warm)
+        asked.choose(block_rows, blocks, selector)
+        asked.bring(suffix_k, suffix_v)
+        return asked.shaped(self.attending.ask(asked.message, timeout_s).out)
 
 
-class _Query:
-    """A request without its kind, and the shape that its answer shall have."""
+class Query:
+    """A request, and the shape that its answer shall have.
+
+    Without more it is dense; `bring` and `choose` make it another kind.
+
+    Raises:
+        InvalidRequest: an array or a number has no place in a request.
+    """
 
     def __init__(
         self,
@@ -487,27 +489,43 @@ class _Query:
             )
         except (ValueError, TypeError) as error:  # a number that has no place in its field
             raise invalid("query", str(error)) from error
+        self.message.dense.queries = self.queries
+
+    def pick(self, table: np.ndarray, counts: np.ndarray) -> None:
+        """Asks over rows (heads, width) that the caller chose, the first `counts` of each head's."""
+        sparse = self.message.sparse
+        # What no row can have is skipped by the server; clipped, it stays so in 32 bits.
+        sparse.indices = np.clip(table, -1, 2**31 - 1).astype("<i4").tobytes()
+        sparse.counts = np.clip(counts, 0, 2**32 - 1).astype("<u4").tobytes()
+        sparse.indices_per_head = table.shape[1]
+
+    def choose(self, block_rows: int, blocks: int, selector: str) -> None:
+        """Asks over the blocks of rows that rank highest."""
+        if selector not in _SELECTORS:
+            raise invalid("selector", f"{selector!r} is neither 'mean' nor 'quest'")
+        try:
+            choice = pb.AttendSparseAuto(
+                block_rows=block_rows, blocks=blocks, selector=_SELECTORS[selector]
+            )
+        except (ValueError, TypeError) as error:
+            raise invalid("block_rows", str(error)) from error
+        self.message.sparse_auto.CopyFrom(choice)
+
+    def bring(self, suffix_k: Array, suffix_v: Array) -> None:
+        """Asks over a suffix as well, after what was chosen, if anything was."""
+        k, v = _f32("suffix_k", suffix_k), _f32("suffix_v", suffix_v)
+        if k.ndim != 3 or k.shape != v.shape:
+            raise invalid("suffix_k", f"{k.shape} and {v.shape} are not (kv heads, rows, head_dim)")
+        brought = {"suffix_rows": k.shape[1], "suffix_k": k.tobytes(), "suffix_v": v.tobytes()}
+        if self.message.HasField("sparse_auto"):
+            fused = pb.AttendSparseAutoFused(choice=self.message.sparse_auto, **brought)
+            self.message.sparse_auto_fused.CopyFrom(fused)
+        else:
+            self.message.fused.CopyFrom(pb.AttendFused(queries=self.queries, **brought))
 
     def shaped(self, out: np.ndarray) -> np.ndarray:
+        """Returns an answer in the shape of the question."""
         return out.reshape(self.shape)
-
-
-def _bring(kind: Any, suffix_k: Array, suffix_v: Array) -> None:
-    k, v = _f32("suffix_k", suffix_k), _f32("suffix_v", suffix_v)
-    if k.ndim != 3 or k.shape != v.shape:
-        raise invalid("suffix_k", f"{k.shape} and {v.shape} are not (kv heads, rows, head_dim)")
-    kind.suffix_rows = k.shape[1]
-    kind.suffix_k, kind.suffix_v = k.tobytes(), v.tobytes()
-
-
-def _choose(kind: pb.AttendSparseAuto, block_rows: int, blocks: int, selector: str) -> None:
-    if selector not in _SELECTORS:
-        raise invalid("selector", f"{selector!r} is neither 'mean' nor 'quest'")
-    try:
-        kind.block_rows, kind.blocks = block_rows, blocks
-    except (ValueError, TypeError) as error:
-        raise invalid("block_rows", str(error)) from error
-    kind.selector = _SELECTORS[selector]
 
 
 def _f32(field: str, array: Array) -> np.ndarray:

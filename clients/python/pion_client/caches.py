@@ -124,6 +124,18 @@ def layout_of(cache: Cache) -> Layout:
     return Layout(tuple(tensors))
 
 
+def held(cache: Cache) -> list[Rows]:
+    """The rows of every slot as evaluated MLX arrays over the cache's own memory.
+
+    Nothing is copied, and nothing that is appended to the cache afterwards shows in them.
+
+    Raises UnsupportedCache.
+    """
+    rows = _all_rows(cache)
+    mx.eval(rows)
+    return rows
+
+
 def take(cache: Cache) -> list[Rows]:
     """The rows of every slot as read-only NumPy arrays over the cache's own memory.
 

@@ -91,7 +91,7 @@ class Client(AttendMixin):
         self._calls = Calls(self._connection, timeout_s, stall_timeout_s)
         self._lanes = Lanes(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
         self._routes = Routes()
-        self._attending = Attending(self._calls, self._routes)
+        self.attending = Attending(self._calls, self._routes)
 
     def __repr__(self) -> str:
         return f"Client({self.address!r})"
@@ -110,7 +110,7 @@ class Client(AttendMixin):
     def close(self) -> None:
         """Ends every call that is in flight, and the connection."""
         self._connection.close()
-        self._attending.close()
+        self.attending.close()
 
     # Storing
 

@@ -30,18 +30,38 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from pion_client import caches, identity
+from pion_client import attention, caches, identity
+from pion_client.attention import (
+    PatchError,
+    install_pion_attention_patch,
+    make_pion_prompt_cache,
+    uninstall_pion_attention_patch,
+)
 from pion_client.behind import EXIT_GRACE_S, Abandoned, Behind
 from pion_client.breaker import Breaker
 from pion_client.caches import Cache, CacheMismatch, Rows, UnsupportedCache
 from pion_client.client import Client
-from pion_client.errors import DeadlineExceeded, InvalidRequest, NotStored, PionError
+from pion_client.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotStored,
+    PionError,
+    Unavailable,
+)
 from pion_client.identity import model_id
+from pion_client.residency import AttendByNamespace, Kept, NotResident, Residency, Session
 from pion_client.values import Lookup, Prefix, PrefixInfo
 from pion_wire import blocks, limits
 from pion_wire.layout import Layout
 
-__all__ = ["PionPromptCache", "model_id"]
+__all__ = [
+    "PatchError",
+    "PionPromptCache",
+    "install_pion_attention_patch",
+    "make_pion_prompt_cache",
+    "model_id",
+    "uninstall_pion_attention_patch",
+]
 
 PREFILL_STEP = 2048
 """Tokens per forward pass: mlx-lm's `prefill_step_size`, so that prefills are split as its own are."""
@@ -55,10 +75,20 @@ ADMISSION_PREFIXES_MAX = 65_536
 
 _LOSSY = ("bf16_rope_fp8_body", "fp8", "int8", "mlx4g32", "turbo2", "turbo3", "turbo4")
 _ANSWERS = (
-    *("BUDGET", "CONFLICT", "CORRUPT", "DISK_FULL", "EVICTED", "GENERATION", "LAYOUT"),
-    *("NOT_STORED", "OTHER_CONTENT", "QUOTA", "ROWS", "TOO_MANY_STREAMS"),
+    *("BUDGET", "COLD", "CONFLICT", "CORRUPT", "DISK_FULL", "EVICTED", "GENERATION", "LAYOUT"),
+    *("MISSING", "NOT_RESIDENT", "NOT_STORED", "NO_BACKEND", "OTHER_CONTENT", "QUOTA", "ROWS"),
+    "TOO_MANY_STREAMS",
 )
 """Reasons that a server which is well may give."""
+IDS_MAX = 64
+"""Namespaces whose token ids are remembered, so that rows that are nowhere any more can be computed."""
+FETCH_MS, FETCH_BYTES_PER_MS = 2.0, 1e6
+"""What fetching takes before one was measured: a round trip or two, and 1 GB/s."""
+CALL_MS, CALL_MS_PER_TOKEN = 0.6, 1e-4
+"""What a query takes before one was measured."""
+PASSES = 2
+"""Forward passes before the first token: mlx-lm runs the last token of a prompt by itself."""
+
 _NAME_IS_TAKEN = ("tokens_differ", "model_differs", "layout_differs")
 
 
@@ -119,7 +149,7 @@ class _Pending(NamedTuple):
         return common >= limits.CHAIN_TOKENS_MIN
 
 
-class PionPromptCache:
+class PionPromptCache(AttendByNamespace):
     """Makes prompt caches for one model, from the server where it has them, else by prefilling.
 
     Usable from several threads, as far as MLX is: each call runs the model on the thread it is made on.
@@ -136,14 +166,16 @@ class PionPromptCache:
             (`stats()["stored_as"]` says what is done).
         boundary_protect: layers at both ends that a lossy `vquant` leaves alone; 0.
         admission_threshold: a prefix is stored from its so many-th miss in this process on.
-        stage2: attention on the server; False.
+        stage2: has what is stored under a name resident on the server as well, so that
+            `make_pion_prompt_cache` attends to it there; with the attention patch installed,
+            `get_or_prefill` returns such a cache itself instead of fetching. What this process has
+            prefilled or fetched under a name stays at hand, up to 2 GiB.
         client: a client to use instead of one of one's own; it is not closed here.
         deadline_s: the longest that a call waits for an answer before it prefills by itself. A
             transfer may take as long as the prefill that it saves, where that is longer.
 
     Raises:
-        NotImplementedError: for what this version does not do: lossy `vquant`, `boundary_protect`,
-            `stage2`.
+        NotImplementedError: for what this version does not do: lossy `vquant`, `boundary_protect`.
         ValueError: for values that make no sense.
         TypeError: `model_id` is needed, because the model's arguments have no JSON.
     """
@@ -165,7 +197,7 @@ class PionPromptCache:
         client: Client | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        _check_options(vquant, boundary_protect, admission_threshold, stage2, deadline_s)
+        _check_options(vquant, boundary_protect, admission_threshold, deadline_s)
         where = _address(address, host, port, given=client is not None)
         self._model = model
         self._model_id = model_id
@@ -187,6 +219,10 @@ class PionPromptCache:
         self._pending: dict[int, _Pending] = {}
         self._missed: collections.OrderedDict[str, int] = collections.OrderedDict()
         self._lane, self._lane_reason = "", ""
+        self._stage2 = stage2
+        self.residency = Residency(self._client)
+        """Where attention runs: sessions on the server, and rows at hand."""
+        self._ids: collections.OrderedDict[str, bytes] = collections.OrderedDict()
 
     # What callers use
 
@@ -211,9 +247,10 @@ class PionPromptCache:
         request = _Request(token_ids, namespace, len(token_ids) // 4)
         cache, found = self._restored(request)
         if found.served < request.token_count:
-            prefill_ms = self._prefill(cache, token_ids[4 * found.served :])
+            prefill_ms = self._complete(cache, request, found)
             if reason := self._keep(cache, request, found, prefill_ms):
                 self._tally.because("skipped", reason)
+        self._hold(cache, request)
         return cache
 
     def reuse(self, prompt_ids: Sequence[int]) -> tuple[Cache, list[int]]:
@@ -236,12 +273,16 @@ class PionPromptCache:
     def lookup(self, namespace: str) -> bool:
         """Whether a prefix of this model and layout is stored under a name.
 
-        False too where the server does not answer.
+        With `stage2` it is resident afterwards, if it can be. False too where the server does not
+        answer.
         """
         try:
             facts = self._facts()
             with self._answering():
-                return bool(self._look_up(namespace, facts, None).hit)
+                found = self._look_up(namespace, facts, None)
+                if found.hit and found.prefix and self._stage2:
+                    self._reside(found.prefix)
+                return found.hit
         except (UnsupportedCache, _Unanswered):
             return False
 
@@ -252,7 +293,9 @@ class PionPromptCache:
         `miss_reasons`. `skipped` counts what was not stored, by reason; `stored_whole` what was stored
         with rows that a parent has already, by reason. Times are milliseconds: `fetch_ms_total` until
         the rows are in the cache, `store_ms_total` on the thread behind. `lane` is how the last hit
-        came, "export" (files of the same host) or "stream", and `lane_reason` why it was streamed.
+        came, "export" (files of the same host) or "stream", and `lane_reason` why it was streamed; once
+        attention has run over a prefix of `make_pion_prompt_cache`, it says where: "in-process", or on
+        the server, by "stream" or "unary". `attend` counts queries, and why some were not asked.
         """
         count = self._tally.of
         hits, misses = count("hits"), count("misses")
@@ -271,13 +314,84 @@ class PionPromptCache:
             "skipped": self._tally.reasons("skipped"),
             "stored_whole": self._tally.reasons("stored_whole"),
             "miss_reasons": self._tally.reasons("miss_reasons"),
-            "lane": self._lane,
+            "lane": self.residency.lane or self._lane,
             "lane_reason": self._lane_reason,
             "breaker": "open" if self._breaker.is_open else "closed",
             "pending_bytes": self._behind.pending_bytes,
             "vquant": self._vquant,
             "stored_as": self._stored_as(),
+            "attend": self.residency.stats(),
         }
+
+    def suggest_stage(self, prefix_tokens: int) -> int:
+        """Says what gives the first token sooner: 1, to fetch such a prefix, or 2, to attend to it.
+
+        By what fetches and queries took in this object so far; before there were any, by what they
+        usually take.
+        """
+        if self._refusal:
+            return 1
+        _, layout = self._learn()
+        layers = len({tensor.slot for tensor in layout.tensors})
+        size = prefix_tokens * layout.row_bytes
+        fetched, took = self._tally.of("fetch_bytes"), self._tally.of("fetch_ms")
+        fetch_ms = size * took / fetched if fetched else FETCH_MS + size / FETCH_BYTES_PER_MS
+        call_ms = self.residency.call_ms_expected(prefix_tokens)
+        if call_ms is None:
+            call_ms = CALL_MS + CALL_MS_PER_TOKEN * prefix_tokens
+        return 2 if PASSES * layers * call_ms < fetch_ms else 1
+
+    def session_for(self, namespace: str, token_count: int) -> Session:
+        """Returns the resident rows of a stored prefix, made resident if need be.
+
+        What this object is storing under the name is waited for.
+
+        Raises:
+            NotStored: nothing of this model is stored there.
+            PionError: it is, but cannot be attended to.
+        """
+        own = [job for job in list(self._pending.values()) if job.request.namespace == namespace]
+        if own:
+            self._behind.flush(max(self._deadline_s, *(job.prefill_ms / 1e3 for job in own)))
+        try:
+            with self._answering():
+                found = self._look_up(namespace, self._facts(), None)
+                if not found.hit or found.prefix is None:
+                    raise NotStored(f"{namespace!r}: {found.reason}; call get_or_prefill first")
+                if found.prefix.token_count != token_count:
+                    raise NotResident(
+                        f"{namespace!r} has {found.prefix.token_count} tokens, not {token_count}"
+                    )
+                return self.residency.ensure(found.prefix)
+        except _Unanswered as why:
+            if isinstance(why.__cause__, PionError):
+                raise why.__cause__ from None
+            raise Unavailable(f"the server is not asked: {why}") from None
+
+    def rows_for(self, namespace: str, token_count: int) -> Kept:
+        """Returns the rows of a prefix: at hand, fetched, or computed once more.
+
+        Raises:
+            NotStored: they are nowhere, and their tokens are not known.
+        """
+        if kept := self.residency.kept(namespace, token_count):
+            return kept
+        cache = make_prompt_cache(self._model)
+        token_ids = self._ids.get(namespace, b"")
+        if len(token_ids) != 4 * token_count:
+            token_ids = b""
+        try:
+            with self._answering():
+                prefix = self._client.fetch(namespace, rows=(0, token_count), as_mlx=True)
+            ids = token_ids or (prefix.packed_token_ids if prefix else b"")
+            if prefix and not _install(cache, prefix, ids, self._facts()):
+                return self._kept(cache, namespace, ids)
+        except _Unanswered:
+            pass
+        if not token_ids:
+            raise NotStored(f"{namespace!r} is neither stored nor at hand")
+        self._prefill(cache, token_ids)
+        return self._kept(cache, namespace, token_ids)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything queued is stored or skipped; False if that took longer."""
@@ -340,7 +454,9 @@ class PionPromptCache:
             self._await_own(request)
             with self._answering():
                 found = self._ask(request, facts)._replace(facts=facts)
-                return self._fetch(cache, request, found, facts) if found.served else found
+                if not found.served or self._attended(cache, request, found):
+                    return found
+                return self._fetch(cache, request, found, facts)
         except UnsupportedCache as refusal:
             return _Found(reason="unsupported_cache", unstorable=str(refusal))
         except _Unanswered as why:
@@ -421,6 +537,7 @@ class PionPromptCache:
         if wrong := _install(cache, prefix, wanted, facts):
             return found._replace(served=0, reason=wrong, unstorable=wrong)
         self._tally.add("fetch_ms", (time.perf_counter() - started) * 1e3)
+        self._tally.add("fetch_bytes", found.served * facts.layout.row_bytes)
         self._lane, self._lane_reason = prefix.transport, prefix.transport_reason
         return found
 
@@ -428,7 +545,66 @@ class PionPromptCache:
         """How long a transfer may take: the deadline, or the prefill it saves if that is longer."""
         return max(self._deadline_s, _prefill_ms(found) / 1e3)
 
+    # Attention on the server
+
+    def _attended(self, cache: Cache, request: _Request, found: _Found) -> bool:
+        """Fills the cache without fetching: with rows at hand, or with what stands for others."""
+        if not self._stage2 or found.prefix is None or request.namespace is None:
+            return False
+        session = self._reside(found.prefix)
+        if kept := self._at_hand(request):
+            caches.install(cache, kept.rows, self._facts().layout, request.token_count)
+            self._lane, self._lane_reason = "in-process", ""
+            return True
+        if session is None or not attention.is_installed():
+            return False
+        prefix = attention.ServedPrefix(
+            self, request.namespace, request.token_count, session=session
+        )
+        cache[:] = [attention.PionCache(prefix, slot) for slot in range(len(cache))]
+        return True
+
+    def _reside(self, prefix: PrefixInfo) -> Session | None:
+        """Has a prefix resident, if the server can; notes why not."""
+        try:
+            return self.residency.ensure(prefix)
+        except (Unavailable, DeadlineExceeded):
+            raise
+        except PionError as error:
+            self.residency.reason = error.reason.lower()
+            return None
+
+    def _at_hand(self, request: _Request) -> Kept | None:
+        if request.namespace is None or not attention.at_hand_is_wanted():
+            return None
+        kept = self.residency.kept(request.namespace, request.token_count)
+        return kept if kept and kept.token_ids == request.token_ids else None
+
+    def _hold(self, cache: Cache, request: _Request) -> None:
+        """Keeps what a later cache of the same name needs."""
+        if not self._stage2 or request.namespace is None or self._refusal:
+            return
+        self._ids.pop(request.namespace, None)
+        self._ids[request.namespace] = request.token_ids
+        if len(self._ids) > IDS_MAX:
+            self._ids.popitem(last=False)
+        elsewhere = isinstance(cache[0], attention.PionCache)
+        if not elsewhere and self._at_hand(request) is None:
+            self._kept(cache, request.namespace, request.token_ids)
+
+    def _kept(self, cache: Cache, namespace: str, token_ids: bytes) -> Kept:
+        kept = Kept(token_ids, caches.held(cache))
+        self.residency.keep(namespace, kept)
+        return kept
+
     # From the model into the cache
+
+    def _complete(self, cache: Cache, request: _Request, found: _Found) -> float:
+        """Appends what the server does not have; returns how long that took, 0 if it was at hand."""
+        if not found.served and (kept := self._at_hand(request)):
+            caches.install(cache, kept.rows, self._facts().layout, request.token_count)
+            return 0.0
+        return self._prefill(cache, request.token_ids[4 * found.served :])
 
     def _prefill(self, cache: Cache, token_ids: bytes) -> float:
         """Appends tokens to the cache and waits until it is computed; returns how long it took.
@@ -497,8 +673,12 @@ class PionPromptCache:
         try:
             with self._answering():
                 self._send(pending, found, rows)
-            self._tally.add("stores")
-            reason = ""
+                self._tally.add("stores")
+                reason = ""
+                if self._stage2 and pending.request.namespace and found.facts:
+                    named = self._look_up(pending.request.namespace, found.facts, None)
+                    if named.hit and named.prefix:
+                        self._reside(named.prefix)
         except InvalidRequest as error:
             reason = error.reason.lower()
         except _Unanswered as why:
@@ -603,7 +783,7 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 
 def _check_options(
-    vquant: str, boundary_protect: int, admission_threshold: int, stage2: bool, deadline_s: float
+    vquant: str, boundary_protect: int, admission_threshold: int, deadline_s: float
 ) -> None:
     if vquant in _LOSSY:
         raise NotImplementedError(f"vquant={vquant!r}: rows are kept raw; no lossy codec here yet")
@@ -613,8 +793,6 @@ def _check_options(
         raise ValueError("boundary_protect ≥ 0, admission_threshold ≥ 1 and deadline_s > 0, please")
     if boundary_protect:
         raise NotImplementedError("boundary_protect: rows are kept raw in every layer; leave it 0")
-    if stage2:
-        raise NotImplementedError("stage2: attention runs in this process only; leave it False")
 
 
 def _address(address: str | None, host: str | None, port: int | None, *, given: bool) -> str:
