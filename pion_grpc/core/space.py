@@ -22,6 +22,10 @@ from pion_grpc.storage.files import Files
 
 CATALOG_HEADROOM_BYTES = 4 << 20
 """What the database may grow between two looks at its size."""
+CATALOG_BYTES_PER_TOKEN = 12
+"""The id itself and its share of the match index."""
+FREE_BYTES_MAX = 2 << 20
+"""Pages of the database that may lie empty before they are given back."""
 
 
 class Space:
@@ -61,18 +65,28 @@ class Space:
         """Returns the bytes of every file of the directory, reservations included."""
         return transaction.usage() + self._foreign_bytes + self._directory.catalog_bytes()
 
-    def make_room(self, transaction: Transaction, tenant: str, needed: int) -> None:
+    def make_room(
+        self, transaction: Transaction, tenant: str, needed: int, token_count: int = 0
+    ) -> None:
         """Evicts until what is reserved fits; call it after the reservation was inserted.
+
+        Token ids take room in the catalogue itself, the more so until its log has been folded.
 
         Raises:
             OverBudget: it cannot fit, even with everything gone that may go.
             OverQuota: the tenant's quota would be exceeded.
         """
-        overhead = self._foreign_bytes + self._directory.catalog_bytes() + CATALOG_HEADROOM_BYTES
+        growth = token_count * CATALOG_BYTES_PER_TOKEN
+        # What is written to the database is in its log as well.
+        overhead = self._foreign_bytes + self._directory.catalog_bytes()
+        overhead += CATALOG_HEADROOM_BYTES + growth
         if needed + overhead > self.budget_bytes:
             raise self._over_budget(needed)
         evicted = 0
-        while transaction.stored_bytes() + overhead > self.budget_bytes:
+        while (
+            transaction.stored_bytes() + overhead + max(0, growth - transaction.free_bytes())
+            > self.budget_bytes
+        ):
             victim = transaction.victim(unix_ms(), None)
             if victim is None:
                 raise self._over_budget(needed)
@@ -176,6 +190,9 @@ class Space:
                 self._files.unlink(self._directory.resolve(name))
             with self._catalog.write() as transaction:
                 transaction.forget_garbage(garbage)
+                free = transaction.free_bytes()
+            if free > FREE_BYTES_MAX:
+                self._catalog.checkpoint()
 
     def _forget_ended(self) -> None:
         with self._lock:

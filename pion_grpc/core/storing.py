@@ -241,7 +241,7 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
                 durability=header.durability.value,
             )
         )
-        workshop.space.make_room(transaction, tenant, segment.file_bytes)
+        workshop.space.make_room(transaction, tenant, segment.file_bytes, header.token_count)
     workshop.space.sweep()
     name = f"segments/{workshop.directory.instance}-{prefix}.safetensors"
     return StoreSession(workshop, tenant, header, prefix, name, segment)

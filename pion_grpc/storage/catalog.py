@@ -277,14 +277,22 @@ class Catalog:
             raise DiskFull(f"the catalogue cannot be written: {error}") from error
 
     def checkpoint(self) -> None:
-        """Folds the log into the database and truncates it, if nobody is reading it.
+        """Gives free pages back and truncates the log, as far as nobody is reading it.
 
         Raises:
             DiskFull: the database cannot grow.
         """
         try:
             with self._connection() as connection, contextlib.suppress(apsw.BusyError):
-                connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+                free = 1
+                while free:
+                    # Step by step, because pages that are moved go through the log.
+                    before = connection.pragma("freelist_count")
+                    connection.execute(f"PRAGMA incremental_vacuum({LOG_PAGES})").fetchall()
+                    connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+                    free = connection.pragma("freelist_count")
+                    if free >= before:
+                        break
         except (apsw.FullError, apsw.IOError) as error:
             raise DiskFull(f"the catalogue cannot be written: {error}") from error
 
@@ -305,6 +313,7 @@ class Catalog:
         connection = apsw.Connection(str(self._path), vfs=self._vfs)
         connection.set_busy_timeout(BUSY_MS)
         for pragma in (
+            "auto_vacuum = INCREMENTAL",  # of a new database; a no-op later
             "journal_mode = WAL",
             "synchronous = NORMAL",
             "fullfsync = 1",
@@ -716,6 +725,11 @@ class Transaction:
                 0
             ]
         )
+
+    def free_bytes(self) -> int:
+        """Returns the bytes of the database's own pages that hold nothing."""
+        pages = int(self.all("PRAGMA freelist_count", ())[0][0])
+        return pages * int(self.all("PRAGMA page_size", ())[0][0])
 
     def usage(self, tenant: str | None = None) -> int:
         """Returns the bytes of segments, row files and reservations, of one tenant or of all."""

@@ -15,7 +15,6 @@ it, so what a dead process left behind is known by its name, and only a process 
 one's lock may remove it. Knows no keys and no rows.
 """
 
-import contextlib
 import fcntl
 import os
 import re
@@ -28,6 +27,7 @@ from pathlib import Path
 from pion_grpc.errors import CannotStart
 
 HOST_TOKEN_BYTES = 32
+_DATABASE = ("catalog.db", "catalog.db-wal", "catalog.db-shm")
 _WRITTEN = re.compile("[0-9a-f]{12}-")
 NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "afpfs", "webdav", "9p", "fuse.sshfs", "ceph", "afs",
@@ -129,7 +129,7 @@ class DataDirectory:
         total = 0
         for parent, _, names in os.walk(self.path):
             for path in (Path(parent, name) for name in names):
-                if path.name.startswith("catalog.db"):
+                if path.name in _DATABASE:
                     continue
                 if self.name_of(path) in named or path.name.partition("-")[0] in instances:
                     continue
@@ -142,9 +142,9 @@ class DataDirectory:
     def catalog_bytes(self) -> int:
         """Returns the bytes of the database and its log."""
         total = 0
-        for suffix in ("", "-wal", "-shm"):
+        for name in _DATABASE:
             try:
-                total += os.stat(f"{self.catalog}{suffix}").st_size
+                total += os.stat(self.path / name).st_size
             except FileNotFoundError:
                 continue
         return total
@@ -161,19 +161,18 @@ class DataDirectory:
 
     def _read_or_make_token(self) -> bytes:
         path = self.path / "host-token"
-        if not path.exists() or path.stat().st_size != HOST_TOKEN_BYTES:
+        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)  # of processes that start at once, one makes it
             # A power cut may have left its name without its bytes: any 32 random ones are as good.
-            # Linked into place, so that of two processes one wins and nobody reads a part of it.
-            scratch = self.run / f"{self.instance}.token"
-            scratch.touch(mode=0o600)
-            scratch.write_bytes(secrets.token_bytes(HOST_TOKEN_BYTES))
-            if path.exists():
+            if not path.exists() or path.stat().st_size != HOST_TOKEN_BYTES:
+                scratch = self.run / f"{self.instance}.token"
+                scratch.touch(mode=0o600)
+                scratch.write_bytes(secrets.token_bytes(HOST_TOKEN_BYTES))
                 scratch.rename(path)
-            else:
-                with contextlib.suppress(FileExistsError):
-                    os.link(scratch, path)
-                scratch.unlink()
-        return path.read_bytes()
+            return path.read_bytes()
+        finally:
+            os.close(directory)
 
 
 def file_system_type(path: Path) -> str:
