@@ -12,7 +12,7 @@ keys and bytes, and keeps three promises of its own:
 
 import contextlib
 import queue
-import shutil
+import secrets
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -216,11 +216,19 @@ _COLUMNS = ", ".join(
 class Catalog:
     """The database, with a pool of connections; safe to use from many threads."""
 
-    def __init__(self, path: Path, files: Files | None = None) -> None:
+    def __init__(
+        self, path: Path, files: Files | None = None, migrations: tuple[str, ...] = ()
+    ) -> None:
+        """Opens the catalogue, makes it if there is none, and brings an older one up to date.
+
+        Raises:
+            CannotStart: it cannot be used; nothing of it has been changed.
+        """
         version = tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
         if version < SQLITE_OLDEST:
             raise CannotStart(f"SQLite {apsw.sqlite_lib_version()} is too old: upgrade apsw")
         self._path = path
+        self._migrations = migrations or _MIGRATIONS
         self._vfs = (files or Files()).vfs
         self._idle: queue.LifoQueue[apsw.Connection] = queue.LifoQueue()
         try:
@@ -309,11 +317,12 @@ class Catalog:
             raise
         self._idle.put(connection)
 
-    def _connect(self) -> apsw.Connection:
+    def _connect(self, *, new: bool = False) -> apsw.Connection:
         connection = apsw.Connection(str(self._path), vfs=self._vfs)
         connection.set_busy_timeout(BUSY_MS)
+        if new:
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         for pragma in (
-            "auto_vacuum = INCREMENTAL",  # of a new database; a no-op later
             "journal_mode = WAL",
             "synchronous = NORMAL",
             "fullfsync = 1",
@@ -326,36 +335,65 @@ class Catalog:
         return connection
 
     def _prepare(self) -> None:
+        version = self._found_version()
+        if version == len(self._migrations):
+            return
+        self._idle.put(self._connect(new=version == 0))
         with self._connection() as connection:
-            application = connection.pragma("application_id")
-            version = connection.pragma("user_version")
-            if application not in (0, APPLICATION_ID):
-                raise CannotStart(f"{self._path} belongs to another program: choose another --data")
-            if version > SCHEMA_VERSION:
-                raise CannotStart(
-                    f"{self._path} has catalogue version {version}, written by a newer release; this "
-                    f"one reads up to {SCHEMA_VERSION}: upgrade pion-grpc, or choose another --data"
-                )
-            if version == SCHEMA_VERSION:
-                return
             connection.execute("BEGIN IMMEDIATE")
             try:
                 # Another process may have been quicker.
-                if connection.pragma("user_version") < SCHEMA_VERSION:
-                    self._migrate(connection, connection.pragma("user_version"))
+                version = connection.pragma("user_version")
+                if version < len(self._migrations):
+                    self._migrate(connection, version)
                 connection.execute("COMMIT")
             finally:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
+    def _found_version(self) -> int:
+        """Returns the version of what lies there, 0 for nothing, without changing a byte of it."""
+        if not self._path.exists() or not self._path.stat().st_size:
+            return 0
+        connection = apsw.Connection(
+            str(self._path), flags=apsw.SQLITE_OPEN_READWRITE, vfs=self._vfs
+        )
+        try:
+            connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+            connection.set_busy_timeout(BUSY_MS)
+            application = connection.pragma("application_id")
+            version = int(connection.pragma("user_version"))
+            used = bool(connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchall())
+        finally:
+            connection.close()
+        if application != APPLICATION_ID and (application or version or used):
+            raise CannotStart(f"{self._path} belongs to another program: choose another --data")
+        if version > len(self._migrations):
+            raise CannotStart(
+                f"{self._path} has catalogue version {version}, written by a newer release; this one "
+                f"reads up to {len(self._migrations)}: upgrade pion-grpc, or choose another --data"
+            )
+        return version
+
     def _migrate(self, connection: apsw.Connection, version: int) -> None:
         if version > 0:  # version 0 is an empty database: nothing to lose, nothing to copy
-            shutil.copy2(self._path, f"{self._path}.v{version}")
-        for script in _MIGRATIONS[version:]:
+            self._copy(Path(f"{self._path}.v{version}"))
+        for script in self._migrations[version:]:
             connection.execute(script)
         connection.execute("INSERT OR IGNORE INTO meta VALUES ('clock', 0), ('generation', 0)")
         connection.pragma("application_id", APPLICATION_ID)
-        connection.pragma("user_version", SCHEMA_VERSION)
+        connection.pragma("user_version", len(self._migrations))
+
+    def _copy(self, target: Path) -> None:
+        """Copies the catalogue as it was last committed, its log included."""
+        target.unlink(missing_ok=True)
+        source, copy = self._connect(), apsw.Connection(str(target), vfs=self._vfs)
+        try:
+            with copy.backup("main", source, "main") as backup:
+                backup.step()
+        finally:
+            source.close()
+            copy.close()
 
 
 def _fold(connection: apsw.Connection, name: str, pages: int) -> int:
@@ -765,12 +803,14 @@ class Transaction:
         return int(self.all("SELECT id FROM layout WHERE text = ?", (text,))[0][0])
 
     def next(self, counter: str) -> int:
-        """Returns the next value of a counter: `clock` or `generation`."""
-        return int(
-            self.all("UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", (counter,))[
-                0
-            ][0]
-        )
+        """Returns the next value of a counter: `clock` or `generation`.
+
+        Generations go up by random steps: after a power cut the counter may be an older one, and what
+        was handed out since must not come to mean something else.
+        """
+        step = 1 + (secrets.randbelow(1 << 20) if counter == "generation" else 0)
+        statement = "UPDATE meta SET value = value + ? WHERE key = ? RETURNING value"
+        return int(self.all(statement, (step, counter))[0][0])
 
     def all(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         """Runs a statement and returns every row; for the tables of this package."""

@@ -343,3 +343,12 @@ def test_lost_rows_of_a_session_are_not_counted(cuts: Cuts) -> None:
     assert look(store, "s").hit
     after = Sessions(store).totals()
     assert (after.rows, after.sides) == (before.rows, before.sides)
+
+
+def test_a_generation_means_one_content_for_ever(cuts: Cuts) -> None:
+    store = cuts.start()
+    put(store, "other", FULL[:40], durability=DISK)
+    lost = {put(store, "p", tokens(100, salt=n), replace=True).generation for n in range(5)}
+    store = cuts.cut()
+    new = {put(store, "p", tokens(100, salt=9 + n), replace=True).generation for n in range(5)}
+    assert lost.isdisjoint(new)

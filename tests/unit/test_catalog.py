@@ -1,0 +1,345 @@
+"""The catalogue: refuses what is not its own, and counts what it names."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import apsw
+import pytest
+
+from pion_grpc.errors import CannotStart, DiskFull
+from pion_grpc.storage import catalog as catalog_module
+from pion_grpc.storage.catalog import (
+    APPLICATION_ID,
+    SCHEMA_VERSION,
+    Catalog,
+    ExtentRow,
+    NewPrefix,
+    Transaction,
+    unix_ms,
+)
+from pion_grpc.storage.files import PowerCut
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "catalog.db"
+
+
+@pytest.fixture
+def catalog(path: Path) -> Iterator[Catalog]:
+    catalog = Catalog(path)
+    yield catalog
+    catalog.close()
+
+
+def new(name: str, *, tenant: str = "t", parent: int | None = None, size: int = 10) -> NewPrefix:
+    return NewPrefix(
+        tenant=tenant, namespace=name, state="sealed", visible=True, owner=None, model_id="m",
+        fidelity="raw", layout="[]", token_count=5, base=0, parent=parent, depth=0, parts="[]",
+        disk_bytes=size, durability="process",
+    )  # fmt: skip
+
+
+def insert(catalog: Catalog, name: str, **fields: object) -> int:
+    with catalog.write() as transaction:
+        return transaction.insert(new(name, **fields))  # type: ignore[arg-type]
+
+
+# -- what it refuses
+
+
+def other_database(path: Path, *statements: str) -> bytes:
+    connection = apsw.Connection(str(path))
+    for statement in statements:
+        connection.execute(statement).fetchall()
+    connection.close()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("statements", "problem"),
+    [
+        (["PRAGMA application_id = 77", "CREATE TABLE theirs (x)"], "another program"),
+        (["CREATE TABLE meta (key, value)"], "another program"),
+        (["PRAGMA user_version = 3", "CREATE TABLE theirs (x)"], "another program"),
+        (["PRAGMA journal_mode = WAL", "CREATE TABLE theirs (x)"], "another program"),
+        (
+            [f"PRAGMA application_id = {APPLICATION_ID}", "PRAGMA user_version = 99"],
+            "version 99, written by a newer release",
+        ),
+    ],
+)
+def test_what_is_not_ours_is_refused_and_left_as_it_is(
+    path: Path, statements: list[str], problem: str
+) -> None:
+    before = other_database(path, *statements)
+    with pytest.raises(CannotStart, match=problem) as caught:
+        Catalog(path)
+    assert str(path) in str(caught.value)
+    assert "--data" in str(caught.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"garbage " * 1_000, b"SQLite format 3\0" + b"\xff" * 5_000])
+def test_garbage_is_refused_and_left_as_it_is(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(CannotStart, match="damaged") as caught:
+        Catalog(path)
+    assert "move it away" in str(caught.value)
+    assert path.read_bytes() == content
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_damaged_page_is_an_error_and_no_other_answer(path: Path) -> None:
+    catalog = Catalog(path)
+    for number in range(300):
+        insert(catalog, f"n{number}")
+    catalog.close()
+    with path.open("r+b") as file:
+        for page in range(1, path.stat().st_size // 4096):
+            file.seek(4096 * page)
+            file.write(b"\xee" * 64)
+    with pytest.raises((CannotStart, apsw.CorruptError)):  # noqa: SIM117 - two places, one answer
+        with Catalog(path).read() as transaction:
+            transaction.page("t", "", "", 1_000)
+
+
+def test_an_empty_file_is_an_empty_catalogue(path: Path) -> None:
+    path.touch()
+    catalog = Catalog(path)
+    with catalog.read() as transaction:
+        assert transaction.totals() == (0, 0, 0)
+    catalog.close()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match="cannot open"):
+        Catalog(tmp_path / "absent" / "catalog.db")
+
+
+# -- older and newer ones
+
+OLD = (catalog_module._MIGRATIONS[0],)
+NEXT = (*catalog_module._MIGRATIONS, "ALTER TABLE prefix ADD COLUMN note TEXT DEFAULT 'new'")
+
+
+def versions(path: Path) -> tuple[int, list[str]]:
+    connection = apsw.Connection(str(path))
+    try:
+        columns = [row[1] for row in connection.execute("PRAGMA table_info(prefix)")]
+        return connection.pragma("user_version"), columns
+    finally:
+        connection.close()
+
+
+def test_an_older_catalogue_is_brought_up_to_date_after_a_copy(path: Path) -> None:
+    old = Catalog(path, migrations=OLD)
+    insert(old, "kept")
+    # Not closed: what was committed last is in the log only, and belongs into the copy.
+    assert path.with_name("catalog.db-wal").stat().st_size > 0
+    catalog = Catalog(path, migrations=NEXT)
+    with catalog.read() as transaction:
+        assert transaction.by_name("t", "kept") is not None
+        assert transaction.all("SELECT note FROM prefix", ()) == [("new",)]
+    copy = path.with_name(f"catalog.db.v{len(OLD)}")
+    version, columns = versions(copy)
+    assert version == len(OLD)
+    assert "note" not in columns
+    kept = Catalog(copy, migrations=OLD)
+    with kept.read() as transaction:
+        assert transaction.by_name("t", "kept") is not None
+    for opened in (old, catalog, kept):
+        opened.close()
+    with pytest.raises(CannotStart, match="newer release"):
+        Catalog(path, migrations=OLD)
+
+
+def test_a_migration_that_fails_changes_nothing(path: Path) -> None:
+    old = Catalog(path, migrations=OLD)
+    insert(old, "kept")
+    old.close()
+    broken = (*NEXT[:-1], NEXT[-1] + "; CREATE TABLE prefix (x)")
+    with pytest.raises(CannotStart):
+        Catalog(path, migrations=broken)
+    version, columns = versions(path)
+    assert version == len(OLD)
+    assert "note" not in columns
+    again = Catalog(path, migrations=OLD)
+    with again.read() as transaction:
+        assert transaction.by_name("t", "kept") is not None
+    again.close()
+
+
+def test_the_version_is_that_of_the_last_migration() -> None:
+    assert len(catalog_module._MIGRATIONS) == SCHEMA_VERSION
+
+
+# -- transactions
+
+
+def test_a_write_that_fails_leaves_nothing(catalog: Catalog) -> None:
+    def fail(transaction: Transaction) -> None:
+        transaction.insert(new("p"))
+        raise KeyError("p")
+
+    with pytest.raises(KeyError), catalog.write() as transaction:
+        fail(transaction)
+    with catalog.read() as transaction:
+        assert transaction.by_name("t", "p") is None
+        assert transaction.usage() == 0
+
+
+def test_a_reader_sees_one_moment_whatever_is_written_meanwhile(catalog: Catalog) -> None:
+    insert(catalog, "a")
+    with catalog.read() as transaction:
+        assert transaction.totals().prefixes == 1
+        insert(catalog, "b")
+        assert transaction.totals().prefixes == 1
+    with catalog.read() as transaction:
+        assert transaction.totals().prefixes == 2
+
+
+def test_two_visible_prefixes_never_have_one_name(catalog: Catalog) -> None:
+    insert(catalog, "p")
+    insert(catalog, "p", tenant="other")
+    with pytest.raises(apsw.ConstraintError):
+        insert(catalog, "p")
+    with catalog.write() as transaction:
+        row = transaction.by_name("t", "p")
+        assert row is not None
+        transaction.update(row.id, visible=0)
+    insert(catalog, "p")
+
+
+def test_writers_wait_for_each_other_and_lose_nothing(path: Path) -> None:
+    catalogs = [Catalog(path) for _ in range(3)]
+    gate = threading.Barrier(6)
+
+    def work(number: int) -> None:
+        gate.wait()
+        for turn in range(40):
+            insert(catalogs[number % 3], f"{number} {turn}")
+
+    with ThreadPoolExecutor(6) as pool:
+        for job in [pool.submit(work, number) for number in range(6)]:
+            job.result()
+    with catalogs[0].read() as transaction:
+        assert transaction.totals().prefixes == 240
+        rows = transaction.page("t", "", "", 1_000)
+        assert len({row.generation for row in rows}) == 240
+        assert len({row.last_use for row in rows}) == 240
+    for catalog in catalogs:
+        catalog.close()
+
+
+def test_a_full_disk_is_told_as_one_and_loses_nothing(tmp_path: Path) -> None:
+    files = PowerCut(tmp_path)
+    catalog = Catalog(tmp_path / "catalog.db", files)
+    insert(catalog, "kept")
+    files.fail_after_bytes = files.written_bytes
+    for _ in range(2):
+        with pytest.raises(DiskFull):
+            insert(catalog, "lost")
+        with pytest.raises(DiskFull):
+            insert(catalog, "also lost")
+    with catalog.read() as transaction:
+        assert [row.namespace for row in transaction.page("t", "", "", 10)] == ["kept"]
+    files.fail_after_bytes = None
+    insert(catalog, "lost")
+    catalog.close()
+
+
+def test_a_commit_on_disk_survives_and_brings_those_before_it(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    files = PowerCut(tmp_path / "0")
+    catalog = Catalog(tmp_path / "0" / "catalog.db", files)
+    insert(catalog, "first")
+    with catalog.write(on_disk=True):
+        pass  # nothing of its own to write
+    insert(catalog, "second")
+    files.cut(tmp_path / "1")
+    after = Catalog(tmp_path / "1" / "catalog.db")
+    with after.read() as transaction:
+        assert [row.namespace for row in transaction.page("t", "", "", 10)] == ["first"]
+    after.close()
+    catalog.close()
+
+
+# -- counting
+
+
+def test_usage_is_always_the_sum_of_what_is_named(catalog: Catalog) -> None:
+    def expected(transaction: Transaction) -> int:
+        parts = ("prefix", "disk_bytes"), ("reservation", "bytes"), ("garbage", "bytes")
+        return sum(
+            transaction.all(f"SELECT coalesce(sum({column}), 0) FROM {table}", ())[0][0]
+            for table, column in parts
+        )
+
+    first = insert(catalog, "a", size=100)
+    second = insert(catalog, "b", size=50, tenant="other")
+    with catalog.write() as transaction:
+        reservation = transaction.reserve("me", "t", first, 30)
+        assert transaction.usage() == expected(transaction) == 180
+        assert transaction.usage("t") == 130
+        transaction.update(first, disk_bytes=70, file="segments/x")
+        transaction.add_extent(first, ExtentRow(0, 0, 0, 5, "rows/y", 0, b""))
+        assert transaction.usage() == expected(transaction) == 150
+        transaction.delete(first)
+        assert sorted(transaction.garbage()) == ["rows/y", "segments/x"]
+        assert not transaction.release(reservation)
+        assert transaction.usage() == expected(transaction) == 120
+        assert transaction.stored_bytes() == 50
+        transaction.forget_garbage(transaction.garbage())
+        transaction.delete(second)
+        assert transaction.usage() == expected(transaction) == 0
+
+
+def test_only_what_nothing_needs_may_be_evicted(catalog: Catalog) -> None:
+    parent = insert(catalog, "parent")
+    child = insert(catalog, "child", parent=parent)
+    leased, written, empty = (insert(catalog, n) for n in ("leased", "written", "empty"))
+    with catalog.write() as transaction:
+        transaction.add_lease(b"l" * 16, leased, unix_ms() + 60_000)
+        transaction.reserve("me", "t", written, 5)
+        transaction.update(empty, disk_bytes=0)
+        open_one = transaction.insert(new("open")._replace(state="open", visible=False))
+        assert open_one
+        victim = transaction.victim(unix_ms(), None)
+        assert victim is not None
+        assert victim.id == child
+        transaction.delete(child)
+        victim = transaction.victim(unix_ms(), None)
+        assert victim is not None
+        assert victim.id == parent
+        transaction.delete(parent)
+        assert transaction.victim(unix_ms(), None) is None
+        victim = transaction.victim(unix_ms() + 120_000, None)
+        assert victim is not None
+        assert victim.id == leased
+
+
+def test_of_extents_the_later_one_has_the_higher_serial(catalog: Catalog) -> None:
+    prefix = insert(catalog, "p")
+    with catalog.write() as transaction:
+        for tensor in (0, 1, 0, 0):
+            transaction.add_extent(prefix, ExtentRow(tensor, 0, 0, 1, "rows/a", 0, b"", "boot"))
+        extents = transaction.extents(prefix)
+        assert [(e.tensor, e.serial) for e in extents] == [(0, 1), (0, 2), (0, 3), (1, 1)]
+        assert transaction.unsynced_files(prefix) == ["rows/a"]
+        transaction.mark_synced(prefix)
+        assert transaction.unsynced_files(prefix) == []
+        transaction.replace_extents(prefix, extents[:1])
+        assert transaction.extents(prefix) == extents[:1]
+
+
+def test_a_generation_is_never_given_twice(catalog: Catalog) -> None:
+    prefix = insert(catalog, "p")
+    seen = set()
+    for _ in range(50):
+        with catalog.write() as transaction:
+            seen.add(transaction.new_generation(prefix))
+    assert len(seen) == 50
+    assert min(seen) > 0
