@@ -27,6 +27,7 @@ from pion_grpc.config import Config
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import CannotStart, PionError
 from pion_grpc.resp.server import RespServer, RespSettings
 from pion_grpc.rpc.attend import AttendService
@@ -40,6 +41,7 @@ from pion_grpc.rpc.service import (
     Streams,
     service_handler,
 )
+from pion_grpc.rpc.ssm_state import SSMStateService
 from pion_grpc.rpc.stats import StatsService
 from pion_grpc.rpc.unimplemented import UnimplementedService
 from pion_grpc.storage.catalog import unix_ms
@@ -77,7 +79,6 @@ SERVICES = {
 }
 """What the contract has, by name."""
 
-NOT_YET = "is not part of this release"
 ATTEND_OFF = "is switched off here: start the server with --attend auto"
 
 _log = structlog.get_logger()
@@ -108,6 +109,7 @@ class Server:
             budget_bytes=config.disk_budget,
             tenant_budget_bytes=config.tenant_budget,
         )
+        self.states = RecurrentStates(self.store)
         self.attend: Attend | None = None
         if backend is not None:
             self.attend = Attend(
@@ -182,7 +184,7 @@ class Server:
         implementations = {
             "PrefixStore": PrefixStoreService(self.store, self._config, unix_ms(), self.attend),
             "Attend": self._attending or UnimplementedService(SERVICES["Attend"], ATTEND_OFF),
-            "SSMState": UnimplementedService(SERVICES["SSMState"], NOT_YET),
+            "SSMState": SSMStateService(self.states),
             "Stats": StatsService(self.store.ledger),
         }
         handlers = [
@@ -225,8 +227,9 @@ class Server:
             sides_max=config.max_sessions,
             namespace_prefix=config.ns_prefix,
             memory_max=config.disk_budget,
+            export=not config.no_export,
         )
-        return RespServer(self.store, Access(password), settings)
+        return RespServer(self.store, self.states, Access(password), settings)
 
     def _keep_house(self) -> None:
         ticks = 0

@@ -40,6 +40,7 @@ class ServerProcess:
         if not ready:
             self.kill()
             raise RuntimeError("the server did not start:\n" + "".join(self.output))
+        self.ready = ready[0]
         self.address: str = ready[0]["grpc"]
 
     def kill(self) -> None:

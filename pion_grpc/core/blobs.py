@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pion_grpc.core.workshop import Workshop
+from pion_grpc.errors import Corrupt
 from pion_grpc.storage.blobs import BlobRow, Blobs
 from pion_grpc.storage.catalog import Transaction
 from pion_grpc.storage.pages import CheckedRun, OpenFile, RowFile
@@ -146,17 +147,35 @@ class BlobStore:
 
         Raises:
             FileNotFoundError: it was replaced meanwhile.
-            Corrupt: it was written under another boot and never synced, and a page is damaged.
+            Corrupt: it is damaged, or its file is gone; it has been taken out.
         """
-        file = OpenFile(self.workshop.directory.resolve(blob.file))
+        try:
+            file = OpenFile(self.workshop.directory.resolve(blob.file))
+        except FileNotFoundError as error:
+            with self.workshop.catalog.read() as transaction:
+                replaced = Blobs(transaction).get(blob.id) is None
+            if replaced:
+                raise
+            self.condemn(blob.id)
+            raise Corrupt(f"a file is gone: {error}") from error
         try:
             run = CheckedRun(file, 0, blob.size, blob.checksums)
             if blob.boot not in (None, self.workshop.boot):
                 run.check()
+        except Corrupt:
+            file.close()
+            self.condemn(blob.id)
+            raise
         except BaseException:
             file.close()
             raise
-        return BlobReading(run)
+        return BlobReading(self, blob.id, run)
+
+    def condemn(self, blob: int) -> None:
+        """Takes a damaged value out: whoever asks next finds nothing."""
+        with self.workshop.catalog.write() as transaction:
+            Blobs(transaction).condemn(blob)
+        self.workshop.space.sweep()
 
     def sync(self) -> None:
         """Brings every published value to stable storage; one that is gone meanwhile is left out."""
@@ -165,10 +184,14 @@ class BlobStore:
         if not unsynced:
             return
         synced = [blob for blob in unsynced if self._synced(blob)]
-        self.workshop.files.sync_directory(self.workshop.directory.blobs)
+        self.sync_directory()
         with self.workshop.catalog.write(on_disk=True) as transaction:
             for blob in synced:
                 Blobs(transaction).synced(blob.id)
+
+    def sync_directory(self) -> None:
+        """Brings the names of blobs to stable storage."""
+        self.workshop.files.sync_directory(self.workshop.directory.blobs)
 
     def new_name(self) -> str:
         """Returns a name that no file has."""
@@ -199,7 +222,9 @@ class BlobStore:
 class BlobReading:
     """An open value. Close it."""
 
-    def __init__(self, run: CheckedRun) -> None:
+    def __init__(self, store: BlobStore, blob: int, run: CheckedRun) -> None:
+        self._store = store
+        self._blob = blob
         self._run = run
 
     @property
@@ -211,9 +236,13 @@ class BlobReading:
         """Yields its bytes from `begin` on, at most 1 MiB at a time.
 
         Raises:
-            Corrupt: a page does not have its checksum.
+            Corrupt: a page does not have its checksum; the value has been taken out.
         """
-        return self._run.chunks(begin, self._run.size, 1)
+        try:
+            yield from self._run.chunks(begin, self._run.size, 1)
+        except Corrupt:
+            self._store.condemn(self._blob)
+            raise
 
     def close(self) -> None:
         """Closes the file; twice is once."""

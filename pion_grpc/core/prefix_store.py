@@ -76,6 +76,7 @@ from pion_grpc.storage.catalog import (
 )
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
+from pion_grpc.storage.states import States
 from pion_wire import limits
 from pion_wire.blocks import common_tokens, root_hash
 from pion_wire.layout import Layout, Side
@@ -152,6 +153,7 @@ class PrefixStore:
         self.blobs = BlobStore(self.workshop)
         self._lock = threading.Lock()
         self._uses: dict[tuple[int, str], None] = {}
+        self._state_uses: dict[tuple[str, str], None] = {}
         self._prefill_ms: dict[int, float] = {}
         self._exports = Exports(directory)
         self.snapshots = Snapshots(self._catalog)
@@ -462,12 +464,14 @@ class PrefixStore:
         self.space.sweep()
 
     def flush_uses(self) -> None:
-        """Writes down which prefixes were used since the last flush."""
+        """Writes down which prefixes and states were used since the last flush."""
         with self._lock:
             uses, self._uses = self._uses, {}
-        if uses:
+            state_uses, self._state_uses = self._state_uses, {}
+        if uses or state_uses:
             with self._catalog.write() as transaction:
                 transaction.stamp(uses)
+                States(transaction).stamp(state_uses)
 
     def clean(self) -> None:
         """Buries dead instances, counts foreign files, folds the log: call it every half minute."""
@@ -673,6 +677,12 @@ class PrefixStore:
         with self._lock:
             self._uses.pop((prefix, sides), None)
             self._uses[prefix, sides] = None
+
+    def note_state_use(self, tenant: str, session: str) -> None:
+        """Remembers that the states of a session were used now."""
+        with self._lock:
+            self._state_uses.pop((tenant, session), None)
+            self._state_uses[tenant, session] = None
 
     def prefill_ms(self, prefix: int) -> float:
         """Returns how long the prefill of a prefix took; 0: not measured."""

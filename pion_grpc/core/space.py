@@ -17,8 +17,10 @@ from pion_grpc.core.matching import nodes
 from pion_grpc.core.reading import CorruptPrefix
 from pion_grpc.errors import DiskFull, OverBudget, OverQuota
 from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
+from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files
+from pion_grpc.storage.states import States
 
 CATALOG_HEADROOM_BYTES = 4 << 20
 """What the database may grow between two looks at its size."""
@@ -82,29 +84,36 @@ class Space:
         overhead += CATALOG_HEADROOM_BYTES + growth
         if needed + overhead > self.budget_bytes:
             raise self._over_budget(needed)
-        evicted = 0
         while (
             transaction.stored_bytes() + overhead + max(0, growth - transaction.free_bytes())
             > self.budget_bytes
         ):
-            victim = transaction.victim(unix_ms(), None)
-            if victim is None:
+            if not self._give_way(transaction, None):
                 raise self._over_budget(needed)
-            self.remove(transaction, victim)
-            evicted += 1
         quota = self.tenant_budget_bytes
         while quota and transaction.usage(tenant) > quota:
-            victim = transaction.victim(unix_ms(), tenant)
-            if victim is None or needed > quota:
+            if needed > quota or not self._give_way(transaction, tenant):
                 raise OverQuota(
                     f"{needed} bytes do not fit into the tenant's {quota}",
                     needed_bytes=needed,
                     budget_bytes=quota,
                 )
-            self.remove(transaction, victim)
-            evicted += 1
-        with self._lock:
-            self._evicted += evicted
+
+    def _give_way(self, transaction: Transaction, tenant: str | None) -> bool:
+        """Removes what may go first: a copy, else the prefix or session of states used longest ago."""
+        if Copies(transaction).remove_least_used(tenant):
+            return True
+        prefix = transaction.victim(unix_ms(), tenant)
+        states = States(transaction).least_used(tenant)
+        if states is not None and (prefix is None or states[2] < prefix.last_use):
+            States(transaction).remove(*states[:2])
+        elif prefix is not None:
+            self.remove(transaction, prefix)
+            with self._lock:
+                self._evicted += 1
+        else:
+            return False
+        return True
 
     def remove(self, transaction: Transaction, prefix: PrefixRow) -> None:
         """Hides a prefix, and collects it if nothing needs its rows."""

@@ -17,9 +17,11 @@ from typing import TypeAlias
 
 from pion_grpc.core.access import Access
 from pion_grpc.core.blobs import WrittenBlob
+from pion_grpc.core.copying import Copier
 from pion_grpc.core.keyspace import Keys, Keyspace
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.sessions import Sessions
+from pion_grpc.core.states import RecurrentStates
 from pion_grpc.resp.client import Client, Clients, Queued
 from pion_grpc.resp.protocol import NOT_AN_INTEGER, Argument, parse_int
 from pion_grpc.resp.reply import CRLF, Buffer, Reply, ReplyError, bulk_header
@@ -55,6 +57,8 @@ class Streamed:
     """A reply that is produced while the peer takes it, and closed at the end whatever happens."""
 
     def __init__(self, pieces: Iterator[Buffer], close: Callable[[], None]) -> None:
+        self.started = False
+        """Whether some of it may be on its way already: then an error can only cut it off."""
         self._pieces = pieces
         self._close = close
 
@@ -67,6 +71,7 @@ class Streamed:
             size += len(piece)
             if size >= STEP_BYTES:
                 break
+        self.started = True
         return pieces
 
     def close(self) -> None:
@@ -123,6 +128,8 @@ class Options:
     """Names must begin so."""
     memory_max: int = 0
     """What CONFIG GET maxmemory says: the budget on disk, which is what bounds this server."""
+    export: bool = True
+    """Whether clients on this host get files of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,8 @@ class Services:
     """The table itself."""
     store: PrefixStore
     sessions: Sessions
+    states: RecurrentStates
+    copier: Copier
     keyspace: Keyspace
     access: Access
     clients: Clients

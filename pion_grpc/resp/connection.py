@@ -368,8 +368,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             pieces = reply.step()
         except Exception as error:
-            _log.warning("a reply broke off", client=self.client.number, problem=str(error))
-            self._tell(self._step_failed, reply)
+            self._tell(self._step_failed, reply, error)
         else:
             self._tell(self._step_ready, reply, pieces)
 
@@ -388,13 +387,21 @@ class Connection(asyncio.BufferedProtocol):
         self._step = pieces
         self._stream(reply)
 
-    def _step_failed(self, reply: Streamed) -> None:
-        """Nothing that could be said in the middle of a reply would be understood: cut it off."""
+    def _step_failed(self, reply: Streamed, error: Exception) -> None:
+        """Says so if nothing was said yet; what would be said in the middle nobody could tell apart."""
         self._stepping = False
         self._give_back(reply)
-        if not self._lost:
-            self._output.popleft()
+        if self._lost:
+            return
+        if reply.started:
+            _log.warning("a reply broke off", client=self.client.number, problem=str(error))
             self._transport.abort()
+            return
+        self._output[0] = encode(refusal(error, self.client.last_command), self.client.version)
+        self._output_bytes += sum(map(len, self._output[0]))
+        self._streamed -= 1
+        self._flush()
+        self._engine.loop.call_soon(self.go_on)
 
     def _end_stream(self, reply: Streamed) -> None:
         self._output.popleft()

@@ -19,9 +19,11 @@ import uvloop
 
 from pion_grpc import __version__
 from pion_grpc.core.access import Access
+from pion_grpc.core.copying import Copier
 from pion_grpc.core.keyspace import Keyspace, KeyWriter
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.sessions import Sessions
+from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import CannotStart
 from pion_grpc.resp.client import Clients
 from pion_grpc.resp.command import Facts, Options, Services
@@ -52,13 +54,17 @@ class RespSettings:
     request_bytes_max: int = 1 << 30
     memory_max: int = 0
     """What clients are told that this server may use."""
+    export: bool = True
+    """Whether clients on this host get files of their own."""
     worker: int = 0
 
 
 class RespServer:
     """The RESP side of one server process."""
 
-    def __init__(self, store: PrefixStore, access: Access, settings: RespSettings) -> None:
+    def __init__(
+        self, store: PrefixStore, states: RecurrentStates, access: Access, settings: RespSettings
+    ) -> None:
         """Binds the address, without serving yet.
 
         Raises:
@@ -81,11 +87,13 @@ class RespServer:
             COMMANDS,
             store,
             self.sessions,
+            states,
+            Copier(store, self.sessions),
             self.keyspace,
             access,
             Clients(),
             Facts(__version__, BUILD, port_of(self._socket), settings.worker),
-            Options(settings.namespace_prefix, settings.memory_max),
+            Options(settings.namespace_prefix, settings.memory_max, settings.export),
             pause=self._pause,
             is_paused=lambda: self._loop.time() < self._paused_until,
             run_queued=lambda call: dispatcher.answer_queued(call),

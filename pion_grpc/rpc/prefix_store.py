@@ -14,7 +14,6 @@ from pion_grpc.core.reading import Rows
 from pion_grpc.core.storing import StoreSession
 from pion_grpc.core.values import (
     BlockTable,
-    Durability,
     FetchQuery,
     LookupQuery,
     LookupResult,
@@ -29,7 +28,7 @@ from pion_grpc.core.values import (
 )
 from pion_grpc.errors import InvalidRequest, NoBackend
 from pion_grpc.rpc.service import SMALL_MESSAGES, Call
-from pion_grpc.rpc.streams import fill, header_of, row_chunks
+from pion_grpc.rpc.streams import durability_of, durability_value, fill, header_of, row_chunks
 from pion_wire import codecs, limits
 from pion_wire.framing import frame_header, frame_part, frame_rows
 from pion_wire.layout import LayoutError, Side
@@ -59,10 +58,6 @@ _STATES = {
     State.REGISTERED: types_pb2.PREFIX_STATE_REGISTERED,
     State.LIVE: types_pb2.PREFIX_STATE_LIVE,
     State.SEALED: types_pb2.PREFIX_STATE_SEALED,
-}
-_DURABILITIES = {
-    Durability.PROCESS: types_pb2.DURABILITY_PROCESS,
-    Durability.DISK: types_pb2.DURABILITY_DISK,
 }
 
 
@@ -168,7 +163,7 @@ class PrefixStoreService:
             generation=stored.generation,
             token_count=stored.token_count,
             stored_bytes=stored.stored_bytes,
-            durability=_DURABILITIES[stored.durability],
+            durability=durability_value(stored.durability),
             base=stored.base,
         )
 
@@ -338,13 +333,13 @@ class PrefixStoreService:
             _side(message.side),
             message.first_row,
             message.row_count,
-            _durability(message.durability),
+            durability_of(message.durability),
         )
         written = fill(self._store.write_rows(call.tenant, header), row_chunks(messages))
         return pb.PrefixStoreWriteRowsResponse(
             row_count=written.row_count,
             generation=written.generation,
-            durability=_DURABILITIES[written.durability],
+            durability=durability_value(written.durability),
         )
 
     def ReadRows(
@@ -450,7 +445,7 @@ def _store_header(message: pb.PrefixStoreStoreHeader) -> StoreHeader:
         message.parent_namespace,
         message.base,
         message.replace,
-        _durability(message.durability),
+        durability_of(message.durability),
         message.prefill_ms,
         _table(message.table) if message.HasField("table") else None,
         tuple(part_from_message(part) for part in message.parts),
@@ -468,15 +463,6 @@ def _check_hashes(field: str, hashes: bytes) -> None:
     """Refuses more hashes than a message of ours may hold."""
     if len(hashes) > 8 * limits.HASHES_MAX:
         raise InvalidRequest(field, f"more than {limits.HASHES_MAX}", limit=limits.HASHES_MAX)
-
-
-def _durability(value: int) -> Durability:
-    if value == types_pb2.DURABILITY_UNSPECIFIED:
-        return Durability.PROCESS
-    for durability, known in _DURABILITIES.items():
-        if value == known:
-            return durability
-    raise InvalidRequest("durability", f"{value} is unknown")
 
 
 def _codecs(names: Iterable[str]) -> frozenset[str]:
@@ -510,7 +496,7 @@ def _prefix_info(info: PrefixInfo) -> pb.PrefixInfo:
         row_bytes=info.row_bytes,
         fidelity=info.fidelity,
         created_unix_ms=info.created_unix_ms,
-        durability=_DURABILITIES[info.durability],
+        durability=durability_value(info.durability),
         parts=[part_to_message(part) for part in info.parts],
         prefill_ms=info.prefill_ms,
         depth=info.depth,

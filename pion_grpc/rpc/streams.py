@@ -9,11 +9,18 @@ from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from pion_grpc.core.values import Durability
 from pion_grpc.errors import InvalidRequest
 from pion_wire import limits
 from pion_wire.framing import FrameError, HeaderBytes, PartChunk, RowChunk, parse_message
+from pion_wire.v1 import types_pb2
 
 CHUNK_MESSAGE_BYTES_MAX = limits.CHUNK_BYTES_MAX + 4_096
+
+_DURABILITIES = {
+    Durability.PROCESS: types_pb2.DURABILITY_PROCESS,
+    Durability.DISK: types_pb2.DURABILITY_DISK,
+}
 
 StreamMessage = TypeVar("StreamMessage", bound=Message)
 Answer = TypeVar("Answer", covariant=True)
@@ -75,6 +82,25 @@ def byte_chunks(messages: Iterator[bytes], kind: type[StreamMessage]) -> Iterato
             raise InvalidRequest("bytes", "a message of the stream holds none")
         chunk = parsed.bytes
         yield PartChunk(chunk.part_index, chunk.offset_bytes, chunk.crc32c, chunk.data)
+
+
+def durability_of(value: int) -> Durability:
+    """Returns what a request asks an acknowledgement to promise.
+
+    Raises:
+        InvalidRequest: the value is unknown.
+    """
+    if value == types_pb2.DURABILITY_UNSPECIFIED:
+        return Durability.PROCESS
+    for durability, known in _DURABILITIES.items():
+        if value == known:
+            return durability
+    raise InvalidRequest("durability", f"{value} is unknown")
+
+
+def durability_value(durability: Durability) -> types_pb2.Durability.ValueType:
+    """Returns how a message says it."""
+    return _DURABILITIES[durability]
 
 
 def fill(session: Session[Answer], chunks: Iterable[RowChunk | PartChunk]) -> Answer:

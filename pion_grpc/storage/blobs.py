@@ -80,6 +80,12 @@ class Blobs:
         """Takes a blob away; its file becomes garbage."""
         self._transaction.run("DELETE FROM blob WHERE id = ?", (blob,))
 
+    def condemn(self, blob: int) -> None:
+        """Takes a damaged blob away, and whatever it is the value of."""
+        self._transaction.run("DELETE FROM key WHERE blob = ?", (blob,))
+        self._transaction.run("DELETE FROM state WHERE blob = ?", (blob,))
+        self.remove(blob)
+
     def unsynced(self) -> list[BlobRow]:
         """Returns what would not survive a power cut."""
         rows = self._transaction.all(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import apsw
 
 from pion_grpc.errors import CannotStart, DiskFull
-from pion_grpc.storage import blobs, keyspace, sides
+from pion_grpc.storage import blobs, copies, keyspace, sides, states
 from pion_grpc.storage.files import Files
 
 APPLICATION_ID = 0x50494F4E  # "PION"
@@ -404,7 +404,9 @@ def _fold(connection: apsw.Connection, name: str, pages: int) -> int:
     return apsw.SQLITE_OK
 
 
-_MIGRATIONS = (_SCHEMA + sides.SCHEMA + blobs.SCHEMA + keyspace.SCHEMA,)
+_MIGRATIONS = (
+    _SCHEMA + sides.SCHEMA + blobs.SCHEMA + keyspace.SCHEMA + states.SCHEMA + copies.SCHEMA,
+)
 """Script i brings version i to i + 1."""
 
 
@@ -751,7 +753,8 @@ class Transaction:
         """Returns every file that the catalogue names."""
         rows = self.all(
             "SELECT file FROM prefix WHERE file IS NOT NULL UNION ALL SELECT file FROM extent"
-            " UNION ALL SELECT file FROM blob UNION ALL SELECT file FROM garbage",
+            " UNION ALL SELECT file FROM blob UNION ALL SELECT file FROM copy"
+            " UNION ALL SELECT file FROM garbage",
             (),
         )
         return {row[0] for row in rows}

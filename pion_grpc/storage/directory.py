@@ -105,12 +105,12 @@ class DataDirectory:
 
     def files_of(self, instance: str) -> Iterator[Path]:
         """Yields the files that an instance wrote."""
-        for directory in (self.segments, self.rows, self.blobs):
+        for directory in (self.segments, self.rows, self.blobs, self.path / "export"):
             yield from directory.glob(f"{instance}-*")
 
     def written_files(self) -> Iterator[Path]:
         """Yields the files that any instance wrote."""
-        for directory in (self.segments, self.rows, self.blobs):
+        for directory in (self.segments, self.rows, self.blobs, self.path / "export"):
             yield from (path for path in directory.iterdir() if _WRITTEN.match(path.name))
 
     def resolve(self, name: str) -> Path:

@@ -30,6 +30,7 @@ CREATE TABLE key (
 );
 CREATE UNIQUE INDEX key_name ON key (tenant, name);
 CREATE INDEX key_tenant ON key (tenant);
+CREATE INDEX key_blob ON key (blob) WHERE blob IS NOT NULL;
 CREATE INDEX key_expiry ON key (expires_unix_ms) WHERE expires_unix_ms IS NOT NULL;
 CREATE TABLE hash_field (
   key INTEGER NOT NULL, field BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (key, field)

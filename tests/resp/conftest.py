@@ -10,6 +10,7 @@ import pytest
 
 from pion_grpc.core.access import Access
 from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import CannotStart
 from pion_grpc.resp.server import RespServer, RespSettings
 from pion_grpc.storage.directory import DataDirectory
@@ -29,7 +30,10 @@ class Resp:
         self.store = PrefixStore(DataDirectory(directory), budget_bytes=budget_bytes)
         settings.setdefault("listen", f"unix:{directory}.sock")
         try:
-            self.server = RespServer(self.store, access or Access(), RespSettings(**settings))
+            states = RecurrentStates(self.store)
+            self.server = RespServer(
+                self.store, states, access or Access(), RespSettings(**settings)
+            )
         except CannotStart:
             self.store.close()
             raise

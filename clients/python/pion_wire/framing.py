@@ -74,6 +74,12 @@ def frame_part(part_index: int, offset_bytes: int, data: bytes | memoryview) -> 
     return _frame(b"\x1a", fields, data)
 
 
+def frame_bytes(offset_bytes: int, data: bytes | memoryview) -> bytes:
+    """Returns a message of a stream that has bytes only (SSMState), with their CRC-32C."""
+    fields = b"\x10" + _varint(offset_bytes) + b"\x1d" + crc32c(data).to_bytes(4, "little")
+    return _frame(b"\x12", fields, data)
+
+
 def parse_message(message: bytes) -> HeaderBytes | RowChunk | PartChunk:
     """Takes a stream message apart; `data` is a view into it, its checksum not yet checked.
 

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pion_grpc.core.copying import CopyRequest
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.sessions import LayerInfo, SessionInfo, SessionReading, WrongSize
-from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, OverBudget
+from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, OverBudget, RowsOutOfRange
 from pion_grpc.resp.command import Answer, Call, Command, Streamed, Where, is_text
 from pion_grpc.resp.commands.formats import label, parse_specs, rope_of, stored_as
 from pion_grpc.resp.commands.prefixes import lines
@@ -148,6 +149,28 @@ def commit(call: Call) -> Answer:
         raise ReplyError(SESSION_NOT_FOUND) from error
 
 
+def export(call: Call) -> Answer:
+    """`V.EXPORT k_sid v_sid begin end layers heads head_dim`: a file with these rows, head by head."""
+    services = call.services
+    if not call.client.is_local:
+        raise ReplyError("ERR V.EXPORT: only for clients on this host")
+    if not services.options.export or services.access.tenants:
+        raise ReplyError("ERR V.EXPORT is switched off here")
+    k_sid, v_sid = _sid(call), _sid(call, 1)
+    refusal = "ERR V.EXPORT: invalid range, num_layers, n_kv_heads or head_dim"
+    begin, end = _range(call, 2, refusal)
+    layers, heads, head_dim = (call.integer(at, 1, WIDTH_MAX, refusal) for at in (4, 5, 6))
+    if layers > LAYERS_MAX:
+        raise ReplyError(refusal)
+    request = CopyRequest(k_sid, v_sid, begin, end, layers, heads, head_dim)
+    try:
+        return str(services.copier.copy(call.tenant, request))
+    except NotStored as error:
+        raise ReplyError(SESSION_NOT_FOUND) from error
+    except (InvalidRequest, LayoutDiffers, RowsOutOfRange) as error:
+        raise ReplyError(f"ERR V.EXPORT: {error}") from error
+
+
 def _create_schema(call: Call, sid: str, schema_at: int) -> Answer:
     what = "V.CREATE SCHEMA"
     default = 0
@@ -275,9 +298,9 @@ def _wants_native(call: Call, at: int) -> bool:
     return True
 
 
-def _sid(call: Call) -> str:
-    sid = call.text(0)
-    if not 1 <= len(call.arguments[0]) <= SID_BYTES_MAX or not is_text(sid):
+def _sid(call: Call, index: int = 0) -> str:
+    sid = call.text(index)
+    if not 1 <= len(call.arguments[index]) <= SID_BYTES_MAX or not is_text(sid):
         raise ReplyError(f"ERR session id must be 1..{SID_BYTES_MAX} bytes of UTF-8")
     return sid
 
@@ -357,6 +380,13 @@ COMMANDS = (
         for_tenants=True,
     ),
     Command("V.FETCH", -3, fetch, usage="sid layer_id token_id [token_id …]", for_tenants=True),
+    Command(
+        "V.EXPORT",
+        -8,
+        export,
+        usage="k_sid v_sid start end num_layers n_kv_heads head_dim",
+        for_tenants=True,
+    ),
     Command("V.INFO", -1, info, Where.QUICK, for_tenants=True),
     Command("V.SNAPSHOT", -2, snapshot, usage="sid", for_tenants=True),
     Command("V.RESTORE", -3, restore, usage="sid snap_id", for_tenants=True),

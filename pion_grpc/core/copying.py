@@ -1,0 +1,224 @@
+"""Copies of stored rows for clients on this host, head by head and as binary16.
+
+::
+
+    u64 length of the header | JSON header, padded with spaces to a multiple of 8 | data
+    tensors k.0, v.0, k.1, v.1, … of type F16 and shape [1, heads, rows, head_dim]
+
+That is a safetensors file in the layout of a model's cache: what the wire carries row by row, and a
+client would have to turn around itself. Rows in a lossy codec are decoded and rounded, since what they
+are is an approximation already; lossless rows that binary16 cannot hold are refused.
+
+A copy is named by the question and by what its rows were made of, so the same question finds the same
+file as long as nothing has changed, and another one afterwards. Copies count as bytes on disk and are
+the first to go.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.sessions import SessionReading, Sessions
+from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, RowsOutOfRange
+from pion_grpc.storage.copies import Copies
+from pion_grpc.storage.pages import disk_errors
+from pion_wire.layout import DType
+
+_HALF = np.dtype("<f2")
+
+
+class CopyRequest(NamedTuple):
+    """Rows of two sessions, and the shape they shall have."""
+
+    k_sid: str
+    v_sid: str
+    begin: int
+    end: int
+    layers: int
+    heads: int
+    head_dim: int
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of one tensor."""
+        return (self.end - self.begin) * self.heads * self.head_dim * _HALF.itemsize
+
+    def header(self) -> bytes:
+        """Returns everything before the data."""
+        shape = [1, self.heads, self.end - self.begin, self.head_dim]
+        table = {}
+        for index in range(2 * self.layers):
+            begin = index * self.tensor_bytes
+            table[f"{'kv'[index % 2]}.{index // 2}"] = {
+                "dtype": "F16",
+                "shape": shape,
+                "data_offsets": [begin, begin + self.tensor_bytes],
+            }
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+class Copier:
+    """Makes copies, and finds those that are there; safe to use from many threads."""
+
+    def __init__(self, store: PrefixStore, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._workshop = store.workshop
+
+    def copy(self, tenant: str, request: CopyRequest) -> Path:
+        """Returns the path of a copy.
+
+        Raises:
+            NotStored: there is no such session.
+            LayoutDiffers: its rows have another width.
+            RowsOutOfRange: not all of the rows are there.
+            InvalidRequest: a value would have to be rounded.
+            OverBudget, OverQuota, DiskFull: there is no room.
+        """
+        made_of = [self._fingerprint(tenant, sid) for sid in (request.k_sid, request.v_sid)]
+        question = _digest([tenant, *request])
+        name = f"export/{question}-{_digest(made_of)}.safetensors"
+        path = self._workshop.directory.resolve(name)
+        with self._workshop.catalog.read() as transaction:
+            known = Copies(transaction).known(name)
+        if known and path.exists():
+            with self._workshop.catalog.write() as transaction:
+                if Copies(transaction).use(name):
+                    return path
+        k = self._open(tenant, request.k_sid, request)
+        try:
+            readings = [k, self._open(tenant, request.v_sid, request)]
+        except BaseException:
+            k.close()
+            raise
+        with readings[0].guarded(), readings[1].guarded():
+            self._make(tenant, request, question, name, readings)
+        return path
+
+    def _fingerprint(self, tenant: str, sid: str) -> tuple[int, ...]:
+        found = self._sessions.fingerprint(tenant, sid)
+        if found is None:
+            raise NotStored(f"{sid!r} is not stored", namespace=sid)
+        return found
+
+    def _open(self, tenant: str, sid: str, request: CopyRequest) -> SessionReading:
+        reading = self._sessions.open(tenant, sid, range(request.layers), halves=True)
+        if reading is None or reading.layer_count < request.layers:
+            if reading is not None:
+                reading.close()
+            raise RowsOutOfRange(f"{sid!r} does not have {request.layers} layers")
+        try:
+            for layer in range(request.layers):
+                _check_layer(reading, sid, layer, request)
+        except BaseException:
+            reading.close()
+            raise
+        return reading
+
+    def _make(
+        self,
+        tenant: str,
+        request: CopyRequest,
+        question: str,
+        name: str,
+        readings: list[SessionReading],
+    ) -> None:
+        workshop = self._workshop
+        header = request.header()
+        size = len(header) + 2 * request.layers * request.tensor_bytes
+        with workshop.catalog.write() as transaction:
+            reservation = transaction.reserve(workshop.directory.instance, tenant, 0, size)
+            workshop.space.make_room(transaction, tenant, size)
+        workshop.space.sweep()
+        path = workshop.directory.resolve(name)
+        # The name of the process comes first: what it leaves behind when it dies is found by it.
+        scratch = path.with_name(f"{workshop.directory.instance}-{reservation}.tmp")
+        try:
+            with disk_errors(path):
+                _write(scratch, header, request, readings)
+                workshop.files.rename(scratch, path)
+            with workshop.catalog.write() as transaction:
+                transaction.release(reservation)
+                Copies(transaction).add(name, tenant, question, size)
+        except BaseException:
+            workshop.files.unlink(scratch)
+            with workshop.catalog.write() as transaction:
+                transaction.release(reservation)
+            raise
+        workshop.space.sweep()
+
+
+def _write(
+    scratch: Path, header: bytes, request: CopyRequest, readings: list[SessionReading]
+) -> None:
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(descriptor, header, 0)
+        offset = len(header)
+        for layer in range(request.layers):
+            for reading in readings:
+                _write_tensor(descriptor, offset, request, reading, layer)
+                offset += request.tensor_bytes
+    finally:
+        os.close(descriptor)
+
+
+def _write_tensor(
+    descriptor: int, offset: int, request: CopyRequest, reading: SessionReading, layer: int
+) -> None:
+    """Writes one tensor: each piece of rows to its place in every head."""
+    row_bytes = request.head_dim * _HALF.itemsize
+    head_bytes = (request.end - request.begin) * row_bytes
+    lossless = reading.stored_tensor(layer).codec == "raw"
+    dtype = reading.tensor(layer).dtype
+    row = 0
+    for data in reading.rows(layer, request.begin, request.end):
+        halves = _halves(data, dtype, must_be_exact=lossless)
+        by_head = halves.reshape(-1, request.heads, request.head_dim).transpose(1, 0, 2)
+        for head, rows in enumerate(by_head):
+            place = offset + head * head_bytes + row * row_bytes
+            _write_all(
+                descriptor, np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data, place
+            )
+        row += by_head.shape[1]
+
+
+def _halves(data: memoryview, dtype: DType, *, must_be_exact: bool) -> NDArray[np.float16]:
+    values = np.frombuffer(data, dtype.numpy)
+    if dtype is DType.F16:
+        return values
+    with np.errstate(all="ignore"):
+        halves = values.astype(_HALF)
+        if must_be_exact and not np.array_equal(halves.astype(np.float32), values, equal_nan=True):
+            raise InvalidRequest("rows", "binary16 cannot hold them: fetch them instead")
+    return halves
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _check_layer(reading: SessionReading, sid: str, layer: int, request: CopyRequest) -> None:
+    if reading.row_count(layer) < request.end:
+        raise RowsOutOfRange(
+            f"layer {layer} of {sid!r} has {reading.row_count(layer)} rows",
+            rows=reading.row_count(layer),
+        )
+    tensor = reading.stored_tensor(layer)
+    width = tensor.heads * tensor.head_dim
+    if width != request.heads * request.head_dim:
+        raise LayoutDiffers(f"rows of layer {layer} of {sid!r} have {width} values", namespace=sid)
+
+
+def _digest(what: object) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]

@@ -1,0 +1,225 @@
+"""Recurrent states: opaque values, one for each layer of a session, exact at one token boundary.
+
+A session is a name of its own: states may be there without a prefix of that name, and the other way
+round. A value is replaced as a whole, dropped durably, and as large as the budget allows; there is no
+limit on their number. Both wires see the same ones. What a value means, only its owner knows.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from pion_grpc.core.blobs import BlobReading, BlobStore, BlobWriter
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.values import Durability, check_namespace
+from pion_grpc.errors import ChecksumMismatch, GenerationDiffers, InvalidRequest
+from pion_grpc.storage.blobs import Blobs
+from pion_grpc.storage.states import StateRow, States
+from pion_wire import limits
+from pion_wire.framing import PartChunk
+
+LAYER_MAX = (1 << 32) - 1
+
+
+class StateInfo(NamedTuple):
+    """What a value is, in its owner's words."""
+
+    size_bytes: int
+    boundary_tokens: int = 0
+    description: str = ""
+    model_id: str = ""
+
+
+class StoredState(NamedTuple):
+    """The acknowledgement of a Store."""
+
+    generation: int
+    durability: Durability
+
+
+class FoundState(NamedTuple):
+    """An open value. Close its reading."""
+
+    info: StateInfo
+    generation: int
+    reading: BlobReading
+
+
+class StateSession:
+    """One value on its way into the store. Publish or abandon it."""
+
+    def __init__(
+        self,
+        states: "RecurrentStates",
+        key: tuple[str, str, int],
+        info: StateInfo,
+        durability: Durability,
+    ) -> None:
+        self._states = states
+        self._key = key
+        self._info = info
+        self._durability = durability
+        self._written = 0
+        self._writer: BlobWriter = states.blobs.begin(key[0], info.size_bytes)
+
+    def write(self, chunk: PartChunk) -> None:
+        """Takes the next bytes.
+
+        Raises:
+            InvalidRequest, ChecksumMismatch: they are not the next ones, or damaged.
+            DiskFull: they cannot be written.
+        """
+        if (chunk.part_index, chunk.offset_bytes) != (0, self._written):
+            raise InvalidRequest(
+                "bytes",
+                f"byte {chunk.offset_bytes} of part {chunk.part_index} came out of order: byte "
+                f"{self._written} of part 0 was to be next",
+            )
+        size = len(chunk.data)
+        left = self._info.size_bytes - self._written
+        if not 1 <= size <= min(left, limits.CHUNK_BYTES_MAX):
+            raise InvalidRequest("bytes.data", f"{size} bytes where {left} are left")
+        if crc32c(chunk.data) != chunk.crc32c:
+            raise ChecksumMismatch("the bytes do not have the checksum they were sent with")
+        self._writer.write(chunk.data)
+        self._written += size
+
+    def write_whole(self, data: bytes | memoryview) -> None:
+        """Takes all bytes at once; raises as `write` does."""
+        self._writer.write(data)
+        self._written += len(data)
+
+    def publish(self) -> StoredState:
+        """Makes the value visible in place of the one before.
+
+        Raises:
+            InvalidRequest: bytes are missing.
+            DiskFull: it cannot be written.
+        """
+        if self._written != self._info.size_bytes:
+            raise InvalidRequest("bytes", "the stream ended before all declared bytes came")
+        on_disk = self._durability is Durability.DISK
+        written = self._writer.finish(on_disk=on_disk)
+        blobs = self._states.blobs
+        try:
+            if on_disk:
+                blobs.sync_directory()
+            with blobs.workshop.catalog.write(on_disk=on_disk) as transaction:
+                blob = blobs.publish(transaction, written)
+                info = self._info
+                generation = States(transaction).put(
+                    *self._key, blob, info.boundary_tokens, info.description, info.model_id
+                )
+        except BaseException:
+            blobs.abandon(written)
+            raise
+        blobs.workshop.space.sweep()
+        return StoredState(generation, self._durability)
+
+    def abandon(self) -> None:
+        """Removes what was written; nobody ever saw it."""
+        self._writer.abandon()
+
+
+class RecurrentStates:
+    """All operations on states; safe to use from many threads, and from several processes at once."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
+        self._catalog = store.workshop.catalog
+        self.blobs: BlobStore = store.blobs
+
+    def begin(
+        self,
+        tenant: str,
+        session: str,
+        layer: int,
+        info: StateInfo,
+        durability: Durability = Durability.PROCESS,
+    ) -> StateSession:
+        """Plans a value.
+
+        Raises:
+            InvalidRequest: a name or a number is out of range.
+            OverBudget, OverQuota: there is no room.
+        """
+        _check(session, layer, info)
+        self._store.flush_uses()
+        return StateSession(self, (tenant, session, layer), info, durability)
+
+    def store(self, tenant: str, session: str, layer: int, data: bytes | memoryview) -> StoredState:
+        """Stores a value that is all there; raises as `begin` and `StateSession.publish` do."""
+        stored = self.begin(tenant, session, layer, StateInfo(len(data)))
+        try:
+            stored.write_whole(data)
+        except BaseException:
+            stored.abandon()
+            raise
+        return stored.publish()
+
+    def open(self, tenant: str, session: str, layer: int, generation: int = 0) -> FoundState | None:
+        """Opens a value; None if it is not stored.
+
+        Raises:
+            GenerationDiffers: it was replaced since the generation asked for.
+            Corrupt: its file is damaged; it has been taken out.
+        """
+        while True:
+            with self._catalog.read() as transaction:
+                state = States(transaction).get(tenant, session, layer)
+                blob = Blobs(transaction).get(state.blob) if state else None
+            if state is None or blob is None:
+                return None
+            if generation and generation != state.generation:
+                raise GenerationDiffers(
+                    f"layer {layer} of {session!r} was replaced: ask for it anew",
+                    namespace=session,
+                    generation=state.generation,
+                )
+            try:
+                reading = self.blobs.open(blob)
+            except FileNotFoundError:
+                continue  # replaced meanwhile: look again
+            self._store.note_state_use(tenant, session)
+            return FoundState(_info(state, blob.size), state.generation, reading)
+
+    def drop(self, tenant: str, session: str, layer: int | None = None) -> int:
+        """Drops one layer of a session, or all; returns how many there were."""
+        with self._catalog.write() as transaction:
+            dropped = States(transaction).remove(tenant, session, layer)
+        if dropped:
+            self.blobs.workshop.space.sweep()
+        return dropped
+
+
+def pieces_of(found: FoundState, begin: int = 0) -> Iterator[memoryview]:
+    """Yields the bytes of an open value from `begin` on, and closes it at the end."""
+    try:
+        yield from found.reading.pieces(begin)
+    finally:
+        found.reading.close()
+
+
+def _info(state: StateRow, size: int) -> StateInfo:
+    return StateInfo(size, state.boundary_tokens, state.description, state.model_id)
+
+
+def _check(session: str, layer: int, info: StateInfo) -> None:
+    check_namespace(session, "session")
+    if not 0 <= layer <= LAYER_MAX:
+        raise InvalidRequest("layer", f"{layer} is outside 0..{LAYER_MAX}", limit=LAYER_MAX)
+    if info.boundary_tokens >= 1 << 63:
+        raise InvalidRequest("info.boundary_tokens", "is absurd")
+    if len(info.description.encode()) > limits.DESCRIPTION_BYTES_MAX:
+        raise InvalidRequest(
+            "info.description",
+            f"exceeds {limits.DESCRIPTION_BYTES_MAX} bytes",
+            limit=limits.DESCRIPTION_BYTES_MAX,
+        )
+    if len(info.model_id.encode()) > limits.MODEL_ID_BYTES_MAX:
+        raise InvalidRequest(
+            "info.model_id",
+            f"exceeds {limits.MODEL_ID_BYTES_MAX} bytes",
+            limit=limits.MODEL_ID_BYTES_MAX,
+        )
