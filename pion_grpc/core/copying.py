@@ -9,9 +9,8 @@ That is a safetensors file in the layout of a model's cache: what the wire carri
 client would have to turn around itself. Rows in a lossy codec are decoded and rounded, since what they
 are is an approximation already; lossless rows that binary16 cannot hold are refused.
 
-A copy is named by the question and by what its rows were made of, so the same question finds the same
-file as long as nothing has changed, and another one afterwards. Copies count as bytes on disk and are
-the first to go.
+The same question finds the same file as long as nothing has changed, and another one afterwards. Copies
+count as bytes on disk and are the first to go.
 """
 
 import hashlib
@@ -83,16 +82,15 @@ class Copier:
             InvalidRequest: a value would have to be rounded.
             OverBudget, OverQuota, DiskFull: there is no room.
         """
-        made_of = [self._fingerprint(tenant, sid) for sid in (request.k_sid, request.v_sid)]
+        sids = request.k_sid, request.v_sid
+        made_of = _digest([self._fingerprint(tenant, sid) for sid in sids])
         question = _digest([tenant, *request])
-        name = f"export/{question}-{_digest(made_of)}.safetensors"
-        path = self._workshop.directory.resolve(name)
         with self._workshop.catalog.read() as transaction:
-            known = Copies(transaction).known(name)
-        if known and path.exists():
+            known = Copies(transaction).find(tenant, question, made_of)
+        if known is not None and self._workshop.directory.resolve(known).exists():
             with self._workshop.catalog.write() as transaction:
-                if Copies(transaction).use(name):
-                    return path
+                if Copies(transaction).use(known):
+                    return self._workshop.directory.resolve(known)
         k = self._open(tenant, request.k_sid, request)
         try:
             readings = [k, self._open(tenant, request.v_sid, request)]
@@ -100,8 +98,7 @@ class Copier:
             k.close()
             raise
         with readings[0].guarded(), readings[1].guarded():
-            self._make(tenant, request, question, name, readings)
-        return path
+            return self._make(tenant, request, (question, made_of), readings)
 
     def _fingerprint(self, tenant: str, sid: str) -> tuple[int, ...]:
         found = self._sessions.fingerprint(tenant, sid)
@@ -127,10 +124,9 @@ class Copier:
         self,
         tenant: str,
         request: CopyRequest,
-        question: str,
-        name: str,
+        digests: tuple[str, str],
         readings: list[SessionReading],
-    ) -> None:
+    ) -> Path:
         workshop = self._workshop
         header = request.header()
         size = len(header) + 2 * request.layers * request.tensor_bytes
@@ -138,6 +134,7 @@ class Copier:
             reservation = transaction.reserve(workshop.directory.instance, tenant, 0, size)
             workshop.space.make_room(transaction, tenant, size)
         workshop.space.sweep()
+        name = f"export/{digests[0]}-{digests[1]}-{reservation}.safetensors"
         path = workshop.directory.resolve(name)
         # The name of the process comes first: what it leaves behind when it dies is found by it.
         scratch = path.with_name(f"{workshop.directory.instance}-{reservation}.tmp")
@@ -147,13 +144,15 @@ class Copier:
                 workshop.files.rename(scratch, path)
             with workshop.catalog.write() as transaction:
                 transaction.release(reservation)
-                Copies(transaction).add(name, tenant, question, size)
+                Copies(transaction).add(name, tenant, *digests, size)
         except BaseException:
             workshop.files.unlink(scratch)
+            workshop.files.unlink(path)
             with workshop.catalog.write() as transaction:
                 transaction.release(reservation)
             raise
         workshop.space.sweep()
+        return path
 
 
 def _write(

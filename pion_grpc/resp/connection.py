@@ -397,8 +397,9 @@ class Connection(asyncio.BufferedProtocol):
             _log.warning("a reply broke off", client=self.client.number, problem=str(error))
             self._transport.abort()
             return
-        self._output[0] = encode(refusal(error, self.client.last_command), self.client.version)
-        self._output_bytes += sum(map(len, self._output[0]))
+        said = encode(refusal(error, self.client.last_command), self.client.version)
+        self._output[0] = said
+        self._output_bytes += sum(map(len, said))
         self._streamed -= 1
         self._flush()
         self._engine.loop.call_soon(self.go_on)

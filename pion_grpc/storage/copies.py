@@ -1,7 +1,7 @@
 """Copies: files made of stored rows for clients on this host, in a form that those ask for.
 
 They can be made again at any time, so they are the first to go, the one that was not used for longest
-before the others. Named by what they were made of and for: the same question finds the same file.
+before the others. No name is used twice: a file that is about to be removed is never a new one.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ CREATE TABLE copy (
   file     TEXT PRIMARY KEY,
   tenant   TEXT NOT NULL,
   request  TEXT NOT NULL,       -- what was asked, whatever it was made of
+  made_of  TEXT NOT NULL,       -- says whether these are still the rows
   bytes    INTEGER NOT NULL,
   last_use INTEGER NOT NULL
 ) WITHOUT ROWID;
@@ -35,12 +36,16 @@ class Copies:
     def __init__(self, transaction: "Transaction") -> None:
         self._transaction = transaction
 
-    def known(self, file: str) -> bool:
-        """Says whether there is a copy of this name."""
-        return bool(self._transaction.all("SELECT 1 FROM copy WHERE file = ?", (file,)))
+    def find(self, tenant: str, request: str, made_of: str) -> str | None:
+        """Returns the copy that was made for a request of these rows."""
+        rows = self._transaction.all(
+            "SELECT file FROM copy WHERE tenant = ? AND request = ? AND made_of = ?",
+            (tenant, request, made_of),
+        )
+        return rows[0][0] if rows else None
 
     def use(self, file: str) -> bool:
-        """Notes that a copy was used now; says whether there is one."""
+        """Notes that a copy was used now; says whether it is still there."""
         clock = self._transaction.next("clock")
         return bool(
             self._transaction.all(
@@ -48,14 +53,14 @@ class Copies:
             )
         )
 
-    def add(self, file: str, tenant: str, request: str, size: int) -> None:
+    def add(self, file: str, tenant: str, request: str, made_of: str, size: int) -> None:
         """Names a copy; what was made for the same request before goes."""
         self._transaction.run(
             "DELETE FROM copy WHERE tenant = ? AND request = ?", (tenant, request)
         )
         self._transaction.run(
-            "INSERT OR REPLACE INTO copy VALUES (?, ?, ?, ?, ?)",
-            (file, tenant, request, size, self._transaction.next("clock")),
+            "INSERT INTO copy VALUES (?, ?, ?, ?, ?, ?)",
+            (file, tenant, request, made_of, size, self._transaction.next("clock")),
         )
 
     def remove(self, file: str) -> None:
