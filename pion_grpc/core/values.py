@@ -187,8 +187,7 @@ class StoreHeader:
             raise InvalidRequest("base", "a parent and a base above 0 belong together")
         if self.parent:
             check_namespace(self.parent, "parent_namespace")
-        if self.base > self.token_count:
-            raise InvalidRequest("base", f"{self.base} exceeds the {self.token_count} tokens")
+        _check_number("base", self.base, self.token_count)
         check_prefill(self.prefill_ms)
         _check_parts(self.parts, self.token_count)
 
@@ -298,10 +297,11 @@ class WriteRowsHeader:
         check_namespace(self.namespace)
         if self.row_count < 1:
             raise InvalidRequest("row_count", "at least one row")
-        if self.first_row + self.row_count > limits.TOKENS_MAX:
+        if not 0 <= self.first_row <= limits.TOKENS_MAX - self.row_count:
             raise InvalidRequest(
                 "first_row",
-                f"rows {self.first_row} to {self.first_row + self.row_count} exceed {limits.TOKENS_MAX}",
+                f"rows {self.first_row} to {self.first_row + self.row_count} are outside "
+                f"0..{limits.TOKENS_MAX}",
                 limit=limits.TOKENS_MAX,
             )
 
@@ -317,26 +317,14 @@ class RowsWritten:
 
 def check_namespace(name: str, field: str = "namespace") -> None:
     """Raises InvalidRequest unless `name` is 1 to 200 bytes of UTF-8 without control characters."""
-    size = len(name.encode("utf-8", "surrogatepass"))
-    if not 1 <= size <= limits.NAMESPACE_BYTES_MAX:
-        raise InvalidRequest(
-            field,
-            f"{size} bytes long; 1 to {limits.NAMESPACE_BYTES_MAX} are allowed",
-            limit=limits.NAMESPACE_BYTES_MAX,
-        )
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+    _check_text(field, name, 1, limits.NAMESPACE_BYTES_MAX)
+    if any(unicodedata.category(character) == "Cc" for character in name):
         raise InvalidRequest(field, "holds a control character")
 
 
 def check_model_id(model_id: str) -> None:
     """Raises InvalidRequest unless `model_id` is 1 to 128 bytes."""
-    size = len(model_id.encode())
-    if not 1 <= size <= limits.MODEL_ID_BYTES_MAX:
-        raise InvalidRequest(
-            "model_id",
-            f"{size} bytes long; 1 to {limits.MODEL_ID_BYTES_MAX} are allowed",
-            limit=limits.MODEL_ID_BYTES_MAX,
-        )
+    _check_text("model_id", model_id, 1, limits.MODEL_ID_BYTES_MAX)
 
 
 def check_token_ids(token_ids: bytes) -> None:
@@ -353,10 +341,7 @@ def check_token_ids(token_ids: bytes) -> None:
 
 def check_lease(lease_ms: int) -> None:
     """Raises InvalidRequest unless a lease may last so long."""
-    if lease_ms > limits.LEASE_MS_MAX:
-        raise InvalidRequest(
-            "lease_ms", f"{lease_ms} exceeds {limits.LEASE_MS_MAX}", limit=limits.LEASE_MS_MAX
-        )
+    _check_number("lease_ms", lease_ms, limits.LEASE_MS_MAX)
 
 
 def check_prefill(prefill_ms: float) -> None:
@@ -388,20 +373,23 @@ def _check_parts(parts: tuple[PartInfo, ...], token_count: int) -> None:
         raise InvalidRequest("parts", "two have the same kind, slot and boundary")
     for index, part in enumerate(parts):
         where = f"parts[{index}]"
-        if not 1 <= len(part.kind.encode()) <= limits.PART_KIND_BYTES_MAX:
-            raise InvalidRequest(
-                f"{where}.kind", f"1 to {limits.PART_KIND_BYTES_MAX} bytes are allowed"
-            )
-        if part.slot >= limits.SLOTS_MAX:
-            raise InvalidRequest(f"{where}.slot", f"{part.slot} exceeds {limits.SLOTS_MAX - 1}")
-        if part.boundary_tokens > token_count:
-            raise InvalidRequest(
-                f"{where}.boundary_tokens",
-                f"{part.boundary_tokens} exceeds the {token_count} tokens",
-            )
-        if part.size_bytes > limits.PART_BYTES_MAX:
-            raise InvalidRequest(f"{where}.size_bytes", f"exceeds {limits.PART_BYTES_MAX}")
-        if len(part.description.encode()) > limits.DESCRIPTION_BYTES_MAX:
-            raise InvalidRequest(
-                f"{where}.description", f"exceeds {limits.DESCRIPTION_BYTES_MAX} bytes"
-            )
+        _check_text(f"{where}.kind", part.kind, 1, limits.PART_KIND_BYTES_MAX)
+        _check_number(f"{where}.slot", part.slot, limits.SLOTS_MAX - 1)
+        _check_number(f"{where}.boundary_tokens", part.boundary_tokens, token_count)
+        _check_number(f"{where}.size_bytes", part.size_bytes, limits.PART_BYTES_MAX)
+        _check_text(f"{where}.description", part.description, 0, limits.DESCRIPTION_BYTES_MAX)
+
+
+def _check_text(field: str, text: str, least: int, most: int) -> None:
+    """Raises InvalidRequest unless `text` has so many bytes of UTF-8."""
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if not least <= size <= most:
+        raise InvalidRequest(field, f"{size} bytes long; {least} to {most} are allowed", limit=most)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidRequest(field, "is not UTF-8")
+
+
+def _check_number(field: str, number: int, most: int) -> None:
+    """Raises InvalidRequest unless it is 0 to `most`."""
+    if not 0 <= number <= most:
+        raise InvalidRequest(field, f"{number} is outside 0..{most}", limit=most)
