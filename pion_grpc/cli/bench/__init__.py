@@ -41,6 +41,14 @@ ROWS = (
     Entry("miss", "first token on a miss; with the server down", f"{_HERE}.miss:miss"),
     Entry("calls", "small calls with few and many prefixes", f"{_HERE}.scale:calls"),
     Entry("start-up", "start-up with many prefixes stored", f"{_HERE}.scale:start_up"),
+    Entry("attend", "one query of attention on the server", f"{_HERE}.attend:calls"),
+    Entry("attend-bulk", "what residency saves, and costs", f"{_HERE}.attend:bulk"),
+    Entry("attend-backend", "attention alone, against it made bare", f"{_HERE}.attend:backends"),
+    Entry(
+        "attend-first-token",
+        "first token with attention on the server, real model",
+        f"{_HERE}.attend:first_token",
+    ),
 )
 
 

@@ -112,20 +112,25 @@ FIGURES = (
         "attention on the server, H=8 N=2,048",
         "D=64: K/V sent each time 194 ms, only Q 1.33 ms (146 ×); native Metal: store 4.6 ms, query "
         "0.65 ms. D=128, M=1: 0.441 ms where MLX alone takes 0.489. Cosine 1.0000; 20 of 20 tokens",
-        "",
+        f"{_BENCH} attend-bulk",
+        "attend-bulk",
+        ("sent once", "uploaded"),
         needs=_APPLE,
     ),
     Figure(
         "patched mlx-lm, attention on the server, first token",
         "1B: 23.8, 26.0, 30.2 ms at 256, 1,024, 2,048 tokens; 3B at 1,024: 53.7 ms; ahead of the "
         "rebuilt cache from some 512 tokens on",
-        "",
+        f"{_BENCH} attend-first-token",
+        "attend-first-token",
         needs=f"{_APPLE}, the two Llama models",
     ),
     Figure(
         "several queries of a step at once (M > 1)",
         "22.9 ms at the shape of the 3B model, one by one 754 ms (32.9 ×)",
-        "",
+        f"{_BENCH} attend-bulk",
+        "attend-bulk",
+        ("queries at once",),
         needs=_APPLE,
     ),
     Figure(
@@ -138,13 +143,17 @@ FIGURES = (
     Figure(
         "sparse attention at 64K tokens",
         "needle found in 100 %, first token 326 × sooner than without",
-        "",
+        f"{_BENCH} attend-bulk",
+        "attend-bulk",
+        ("blocks of 64",),
         needs=f"{_APPLE}, Gemma-4-E2B 4-bit",
     ),
     Figure(
         "cold tier",
         "warming an entry takes 50 to 200 ms, a query of a warm one less than 1 ms",
-        "",
+        f"{_BENCH} attend-bulk",
+        "attend-bulk",
+        ("made resident",),
         needs=_APPLE,
     ),
     Figure(
