@@ -84,6 +84,10 @@ from pion_wire.layout import Layout, Side
 Answer = TypeVar("Answer")
 
 
+PREFILLS_MAX = 100_000
+"""Prefill times that are remembered; the oldest go first."""
+
+
 class Fetch(NamedTuple):
     """An opened prefix, ready to be streamed. Close its reading."""
 
@@ -185,6 +189,7 @@ class PrefixStore:
         Raises:
             LayoutDiffers: it exists with another layout.
             InvalidRequest: a name or a number is out of range.
+            OverBudget: the catalogue has reached the budget.
         """
         check_namespace(namespace)
         check_prefill(prefill_ms)
@@ -192,6 +197,7 @@ class PrefixStore:
             check_model_id(model_id)
         if not layout.tensors:
             raise InvalidRequest("layout", "required")
+        self.space.check_declared(len(table.hashes) if table is not None else 0)
         with self._catalog.write() as transaction:
             row = transaction.by_name(tenant, namespace)
             if row is not None and row.layout != layout.to_json():
@@ -474,9 +480,11 @@ class PrefixStore:
                 States(transaction).stamp(state_uses)
 
     def clean(self) -> None:
-        """Buries dead instances, counts foreign files, folds the log: call it every half minute."""
+        """Buries what is dead, counts foreign files, folds the log: call it every half minute."""
         self.space.bury_dead_instances()
         self.space.measure()
+        self.space.forget_layouts()
+        self.snapshots.forget_gone()
         self._catalog.checkpoint()
 
     def totals(self, tenant: str | None = None) -> Totals:
@@ -692,10 +700,11 @@ class PrefixStore:
     def note_prefill(self, prefix: int, prefill_ms: float) -> None:
         """Remembers how long the prefill of a prefix took; 0: not measured."""
         with self._lock:
+            self._prefill_ms.pop(prefix, None)
             if prefill_ms:
                 self._prefill_ms[prefix] = prefill_ms
-            else:
-                self._prefill_ms.pop(prefix, None)
+            if len(self._prefill_ms) > PREFILLS_MAX:
+                del self._prefill_ms[next(iter(self._prefill_ms))]
 
 
 def _range(asked: RowRange, row: PrefixRow) -> RowRange:

@@ -167,9 +167,11 @@ class Sessions:
 
         Raises:
             InvalidRequest: a name or a number is out of range.
+            OverBudget: the catalogue has reached the budget.
         """
         check_namespace(namespace)
         check_prefill(prefill_ms)
+        self._store.space.check_declared(len(table.hashes) if table is not None else 0)
         with self._writing() as transaction:
             row = self._found_or_new(transaction, tenant, namespace)
             existing = _sides(transaction, row)

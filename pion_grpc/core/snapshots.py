@@ -45,6 +45,11 @@ class Snapshots:
         self._snapshots: dict[int, _Snapshot] = {}
         self._serial = 0
 
+    @property
+    def count(self) -> int:
+        """Snapshots that are remembered."""
+        return len(self._snapshots)
+
     def take(self, tenant: str, namespace: str, sides: str = "kv") -> int:
         """Remembers how many rows each tensor of these sides has; returns the snapshot's id.
 
@@ -70,6 +75,16 @@ class Snapshots:
             }
             self._snapshots[self._serial] = _Snapshot(row.id, sides, counts)
             return self._serial
+
+    def forget_gone(self) -> None:
+        """Forgets the snapshots of prefixes that are gone."""
+        with self._lock:
+            prefixes = {snapshot.prefix for snapshot in self._snapshots.values()}
+        with self._catalog.read() as transaction:
+            gone = {prefix for prefix in prefixes if transaction.by_id(prefix) is None}
+        with self._lock:
+            kept = [item for item in self._snapshots.items() if item[1].prefix not in gone]
+            self._snapshots = dict(kept)
 
     def restore(self, tenant: str, namespace: str, snapshot_id: int, sides: str = "kv") -> int:
         """Cuts every tensor that has grown since back to a snapshot; returns the generation.

@@ -115,6 +115,18 @@ class Space:
             return False
         return True
 
+    def check_declared(self, size: int) -> None:
+        """Refuses what is declared without rows once the catalogue itself has reached the budget.
+
+        Nothing is evicted for it: pages of the catalogue come back later, with the next clean-up.
+
+        Raises:
+            OverBudget: it cannot fit.
+        """
+        taken = self._foreign_bytes + self._directory.catalog_bytes() + CATALOG_HEADROOM_BYTES
+        if taken + 2 * size > self.budget_bytes:  # in the database and in its log
+            raise self._over_budget(size)
+
     def remove(self, transaction: Transaction, prefix: PrefixRow) -> None:
         """Hides a prefix, and collects it if nothing needs its rows."""
         self.hide(transaction, prefix)
@@ -242,6 +254,14 @@ class Space:
         self._remove_ownerless_files()
         self.sweep()
         return buried
+
+    def forget_layouts(self) -> None:
+        """Removes the layouts that no prefix has any more; clients may invent new ones without end."""
+        with self._catalog.read() as transaction:
+            unused = transaction.unused_layouts()
+        if unused:
+            with self._catalog.write() as transaction:
+                transaction.forget_layouts()
 
     def measure(self) -> None:
         """Counts the files of the directory that the catalogue does not."""

@@ -213,6 +213,12 @@ _COLUMNS = ", ".join(
 )
 
 
+_UNUSED = (
+    "id NOT IN (SELECT layout FROM prefix UNION"
+    " SELECT file_layout FROM prefix WHERE file_layout IS NOT NULL)"
+)
+
+
 class Catalog:
     """The database, with a pool of connections; safe to use from many threads."""
 
@@ -800,6 +806,14 @@ class Transaction:
             PrefixRow(*row)
             for row in self.all(f"SELECT {_COLUMNS} FROM prefix WHERE {condition}", values)
         ]
+
+    def unused_layouts(self) -> int:
+        """Counts the layouts that no prefix has."""
+        return int(self.all(f"SELECT count(*) FROM layout WHERE {_UNUSED}", ())[0][0])
+
+    def forget_layouts(self) -> None:
+        """Removes the layouts that no prefix has."""
+        self.run(f"DELETE FROM layout WHERE {_UNUSED}", ())
 
     def _layout(self, text: str) -> int:
         self.run("INSERT OR IGNORE INTO layout (text) VALUES (?)", (text,))
