@@ -67,6 +67,8 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Every open call costs 20 KB, whatever it asks; a connection with more waits at its client.
+    ("grpc.max_concurrent_streams", 2_048),
     # Large chunks want large frames and windows.
     ("grpc.http2.max_frame_size", 4 << 20),
     ("grpc.http2.lookahead_bytes", 8 << 20),

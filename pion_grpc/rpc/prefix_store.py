@@ -1,7 +1,7 @@
 """pion.v1.PrefixStore: messages to values, values to messages, and chunks framed by hand."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 
 import numpy as np
 from crc32c import crc32c
@@ -101,6 +101,7 @@ class PrefixStoreService:
         self, request: pb.PrefixStoreLookupRequest, call: Call
     ) -> pb.PrefixStoreLookupResponse:
         """Says what is stored under names."""
+        _check_count("queries", request.queries, limits.NAMES_MAX)
         queries = [
             LookupQuery(
                 query.namespace,
@@ -169,6 +170,9 @@ class PrefixStoreService:
 
     def Fetch(self, request: pb.PrefixStoreFetchRequest, call: Call) -> Iterator[bytes]:
         """Streams rows."""
+        _check_count("slots", request.slots, limits.SLOTS_MAX)
+        _check_count("part_kinds", request.part_kinds, limits.PARTS_MAX)
+        _check_count("codecs", request.codecs, limits.TENSORS_MAX)
         resume = Position(
             request.resume_tensor_index,
             request.resume_array_index,
@@ -249,6 +253,7 @@ class PrefixStoreService:
 
     def Drop(self, request: pb.PrefixStoreDropRequest, call: Call) -> pb.PrefixStoreDropResponse:
         """Takes names away."""
+        _check_count("namespaces", request.namespaces, limits.NAMES_MAX)
         names = list(request.namespaces)
         results = zip(names, self._store.drop(call.tenant, names), strict=True)
         return pb.PrefixStoreDropResponse(
@@ -290,10 +295,7 @@ class PrefixStoreService:
         self, request: pb.PrefixStoreMembershipRequest, call: Call
     ) -> pb.PrefixStoreMembershipResponse:
         """Probes tables."""
-        if len(request.namespaces) > limits.NAMES_MAX:
-            raise InvalidRequest(
-                "namespaces", f"more than {limits.NAMES_MAX}", limit=limits.NAMES_MAX
-            )
+        _check_count("namespaces", request.namespaces, limits.NAMES_MAX)
         _check_hashes("hashes", request.hashes)
         answer_bytes = (len(request.hashes) // 64 + _LIST_ENTRY_BYTES) * len(request.namespaces)
         if answer_bytes > SMALL_MESSAGES.response:
@@ -316,6 +318,7 @@ class PrefixStoreService:
 
     def Save(self, request: pb.PrefixStoreSaveRequest, call: Call) -> pb.PrefixStoreSaveResponse:
         """Seals live prefixes."""
+        _check_count("namespaces", request.namespaces, limits.NAMES_MAX)
         count = self._store.save(call.tenant, list(request.namespaces))
         return pb.PrefixStoreSaveResponse(sealed_count=count)
 
@@ -426,8 +429,7 @@ class PrefixStoreService:
 
 
 def _store_header(message: pb.PrefixStoreStoreHeader) -> StoreHeader:
-    if len(message.parts) > limits.PARTS_MAX:
-        raise InvalidRequest("parts", f"more than {limits.PARTS_MAX}", limit=limits.PARTS_MAX)
+    _check_count("parts", message.parts, limits.PARTS_MAX)
     # What the header of a Fetch will have: layout and parts as they are stored, and as they are served.
     twice = message.layout.ByteSize()
     twice += sum(part.ByteSize() + _LIST_ENTRY_BYTES for part in message.parts)
@@ -450,6 +452,12 @@ def _store_header(message: pb.PrefixStoreStoreHeader) -> StoreHeader:
         _table(message.table) if message.HasField("table") else None,
         tuple(part_from_message(part) for part in message.parts),
     )
+
+
+def _check_count(field: str, values: Sized, limit: int) -> None:
+    """Refuses a list before a value is made of each of its entries."""
+    if len(values) > limit:
+        raise InvalidRequest(field, f"{len(values)} exceed {limit}", limit=limit)
 
 
 def _side(value: int) -> Side:

@@ -31,16 +31,16 @@ class MessageSizes(NamedTuple):
     """The largest messages of a service, in bytes."""
 
     request: int
+    streamed: int
+    """One message of a client stream."""
     response: int
 
 
-SMALL_MESSAGES = MessageSizes(request=8 << 20, response=4 << 20)
-"""Requests: a header with a million token ids, a table of 400,000 hashes and what little else there is.
-Responses: what a client takes that sets no limit of its own."""
-LARGE_MESSAGES = MessageSizes(request=65 << 20, response=65 << 20)
+SMALL_MESSAGES = MessageSizes(request=4 << 20, streamed=8 << 20, response=4 << 20)
+"""What a client takes that sets no limit of its own. Only the header of a Store may be larger: a million
+token ids, a table of 400,000 hashes and what little else there is."""
+LARGE_MESSAGES = MessageSizes(request=65 << 20, streamed=65 << 20, response=65 << 20)
 """Of Attend: tensors of 64 MiB, and what is around them."""
-
-
 CROWD_WAIT_S = 2.0
 """How long the request of a unary call may take when many are being waited for."""
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -268,7 +268,7 @@ def _handler(
     def incoming(messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
         for message in messages:
             call.progress()
-            _check_size(message, sizes.request)
+            _check_size(message, sizes.streamed)
             yield message
 
     def unary(message: bytes, context: grpc.ServicerContext) -> bytes:

@@ -569,20 +569,43 @@ def test_sizes_that_are_declared_are_not_allocated(wire: Wire, flat: Callable[[i
 
 
 HOLLOW = {
-    "queries": ("Lookup", b"\x0a\x00"),
+    "queries": ("Lookup", delimited(1, b"")),
+    "queries with a name": ("Lookup", delimited(1, delimited(1, b"a"))),
     "unknown fields": ("Lookup", b"\x78\x00"),
-    "names": ("Drop", b"\x0a\x00"),
-    "tensors": ("Register", delimited(2, b"\x0a\x00" * 1_000_000)),
+    "names": ("Drop", delimited(1, b"a")),
+    "names to save": ("Save", delimited(1, b"a")),
+    "names to probe": ("Membership", delimited(1, b"a")),
+    "tensors": ("Register", delimited(2, delimited(1, b"") * 1_000)),
 }
+"""Methods, and a few bytes that become objects of many."""
 
 
+@pytest.mark.parametrize("size", [4 << 20, 60 << 20], ids=["4 MiB", "60 MiB"])
 @pytest.mark.parametrize(("method", "unit"), HOLLOW.values(), ids=HOLLOW)
 def test_many_hollow_messages_do_not_fill_memory(
-    wire: Wire, flat: Callable[[int], None], method: str, unit: bytes
+    wire: Wire, flat: Callable[[int], None], method: str, unit: bytes, size: int
 ) -> None:
-    size = 60 << 20
-    refused_as(lambda: wire.raw(method, unit * (size // len(unit))), "request")
-    flat(200 << 20)
+    message = unit * (size // len(unit))
+    if method == "Lookup" and unit == b"\x78\x00" and size == 4 << 20:
+        assert len(wire.raw(method, message)) == 0, "what is unknown is ignored"
+    else:
+        told = refused(lambda: wire.raw(method, message))
+        assert told.reason == "INVALID"
+    flat(256 << 20)
+
+
+def test_long_lists_of_a_fetch_are_refused_before_they_are_taken_in(
+    wire: Wire, flat: Callable[[int], None]
+) -> None:
+    lists = {
+        "slots": {"slots": range(1_000_000)},
+        "part_kinds": {"part_kinds": ["a"] * 1_000_000},
+        "codecs": {"codecs": ["raw"] * 700_000},
+    }
+    for field, fields in lists.items():
+        call = wire.streaming(namespace="bad/victim", **fields)
+        refused_as(lambda: list(call), field)  # noqa: B023
+    flat(128 << 20)
 
 
 def test_hollow_chunks_do_not_fill_memory(wire: Wire, flat: Callable[[int], None]) -> None:

@@ -126,12 +126,14 @@ def test_pings_of_proxies_are_no_reason_to_hang_up(start_server) -> None:
         peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0))
         for number in range(50):  # HTTP/2 allows two without data
             peer.sendall(frame(6, 0, number.to_bytes(8, "big")))
-        answered = set()
+        answered, settings = set(), b""
         while len(answered) < 50:
             kind, flags, payload = read_frame(peer)
             assert kind != 7, "GOAWAY"
+            settings += payload if (kind, flags) == (4, 0) else b""
             if (kind, flags) == (6, 1):
                 answered.add(payload)
+        assert (3).to_bytes(2, "big") + (2_048).to_bytes(4, "big") in settings, "streams at once"
 
 
 def frame(kind: int, flags: int, payload: bytes = b"") -> bytes:
