@@ -52,7 +52,7 @@ check: setup ## verify what `fix` writes, plus types, protos, stubs and import d
 	$(PYTEST) -q tests/unit/test_imports.py
 
 quick: setup ## unit and contract tests, under a minute: for every commit
-	$(PYTEST) -q -m "not model and not faults and not soak"
+	$(PYTEST) -q -m "not model and not faults and not soak" tests/unit tests/core
 
 test: setup ## all tests but the long ones
 	$(PYTEST) -m "not soak"
