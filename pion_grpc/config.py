@@ -62,6 +62,19 @@ def default_data() -> Path:
     return Path(base).expanduser() / "pion-grpc"
 
 
+def parse_pairs(text: str) -> tuple[str, ...]:
+    """Returns `NAME=PASSWORD` pairs, separated by commas.
+
+    Raises:
+        ValueError: one is none; says which by its name, never by its password.
+    """
+    pairs = tuple(filter(None, text.split(",")))
+    for pair in pairs:
+        if "=" not in pair:
+            raise ValueError(f"{pair!r} is no NAME=PASSWORD")
+    return pairs
+
+
 def _setting(default: Any, parse: Callable[[str], Any], text: str, metavar: str = "") -> Any:
     metadata = {"parse": parse, "help": text, "metavar": metavar}
     if callable(default):
@@ -85,6 +98,9 @@ class Config:
     )
     ns_prefix: str = _setting(
         "", str, "what the names of prefixes on the RESP wire begin with", "TEXT"
+    )
+    no_wal: bool = _setting(
+        False, parse_bool, "say that a commit is no promise; everything is written all the same"
     )
     disk_budget: int = _setting(
         20 << 30, parse_bytes, "bytes on disk; every file of the directory counts", "SIZE"
@@ -123,6 +139,13 @@ class Config:
         "FILE",
     )
 
+    tenants: tuple[str, ...] = _setting(
+        (),
+        parse_pairs,
+        "a tenant and its password; as often as there are tenants (PION_TENANTS: with commas between)",
+        "NAME=PASSWORD",
+    )
+
     def __post_init__(self) -> None:
         if self.disk_budget < 16 << 20:
             raise ValueError("--disk-budget: below 16 MiB there is no room for the catalogue")
@@ -139,6 +162,33 @@ class Config:
         for name in ("stall_ms", "drain_ms", "grace_ms"):
             if not 0 <= getattr(self, name) <= 3_600_000:
                 raise ValueError(f"--{name.replace('_', '-')}: 0 to 3600000")
+
+    @property
+    def exports(self) -> bool:
+        """Whether clients on this host may be told of files: not where tenants share it."""
+        return not (self.no_export or self.tenants)
+
+    def access(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Returns the passwords by tenant, the administrator's under an empty name; none: no password.
+
+        Raises:
+            ValueError: as `password` does, or tenants that nobody administers, or unusable ones.
+        """
+        password = self.password(environment)
+        if not password and not self.tenants:
+            return {}
+        if not password:
+            raise ValueError(
+                "--tenant: tenants need an administrator's password (--requirepass, PION_PASSWORD or "
+                "--password-file)"
+            )
+        passwords = {"": password}
+        for pair in self.tenants:
+            name, _, secret = pair.partition("=")
+            if name in passwords:
+                raise ValueError(f"--tenant: {name!r} twice")
+            passwords[name] = secret
+        return passwords
 
     def password(self, environment: Mapping[str, str] = os.environ) -> str:
         """Returns the password from its file, or from PION_PASSWORD; empty means none is needed.

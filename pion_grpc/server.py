@@ -97,10 +97,11 @@ class Server:
         """
         self._config = config
         try:
-            password = config.password()
+            passwords = config.access()
+            access = Access(passwords)
         except ValueError as error:
             raise CannotStart(str(error)) from error
-        check_exposure(config, password)
+        check_exposure(config, passwords.get("", ""))
         os.umask(0o077)
         tune_allocator()
         tune_blas()
@@ -124,7 +125,7 @@ class Server:
         self._pool = ThreadPoolExecutor(
             config.streams_max + UNARY_THREADS, thread_name_prefix="grpc"
         )
-        credentials = Credentials({"": password} if password else {})
+        credentials = Credentials(passwords)
         self._lobby = Lobby(config.stall_ms, UNARY_THREADS // 2)
         self._health_pool = ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="health")
         doorman = Doorman(credentials, self._lobby, self._health_pool)
@@ -132,7 +133,7 @@ class Server:
         self._health = health.HealthServicer(experimental_thread_pool=self._health_pool)
         self._add_services(credentials)
         self.address = self._bind(config.listen)
-        self.resp = self._resp_server(password)
+        self.resp = self._resp_server(access)
 
     def start(self) -> None:
         """Begins to serve."""
@@ -220,7 +221,7 @@ class Server:
         host, _, _ = listen.rpartition(":")
         return f"{host}:{port}"
 
-    def _resp_server(self, password: str) -> RespServer | None:
+    def _resp_server(self, access: Access) -> RespServer | None:
         config = self._config
         if not config.resp:
             return None
@@ -229,9 +230,14 @@ class Server:
             sides_max=config.max_sessions,
             namespace_prefix=config.ns_prefix,
             memory_max=config.disk_budget,
-            export=not config.no_export,
+            export=config.exports,
+            logged=not config.no_wal,
         )
-        return RespServer(self.store, self.states, Access(password), settings)
+        try:
+            return RespServer(self.store, self.states, access, settings)
+        except CannotStart:
+            self.store.close()
+            raise
 
     def _keep_house(self) -> None:
         ticks = 0

@@ -24,6 +24,16 @@ def add_serve(commands: Commands) -> None:
     )
     for field in dataclasses.fields(Config):
         flag, text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
+        if field.name == "tenants":
+            parser.add_argument(
+                "--tenant",
+                dest="tenants",
+                action="extend",
+                type=_named(field.metadata["parse"], field.metadata["metavar"]),
+                metavar=field.metadata["metavar"],
+                help=text,
+            )
+            continue
         if field.default is False:
             parser.add_argument(flag, action="store_true", default=None, help=text)
             continue
@@ -51,6 +61,8 @@ def config_from(options: argparse.Namespace) -> Config:
         for field in dataclasses.fields(Config)
         if getattr(options, field.name, None) is not None
     }
+    if "tenants" in given:
+        given["tenants"] = tuple(given["tenants"])
     try:
         return Config(**{**environment_settings(), **given})
     except ValueError as error:

@@ -16,24 +16,26 @@ _TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class Access:
     """The passwords of a server; without any, everybody is the administrator."""
 
-    def __init__(self, password: str = "", tenants: Mapping[str, str] | None = None) -> None:
-        """Raises ValueError if a tenant's name or password cannot be used."""
-        tenants = tenants or {}
-        if tenants and not password:
-            raise ValueError("--tenant: tenants need an administrator's password (--requirepass)")
-        if len(tenants) > TENANTS_MAX:
+    def __init__(self, passwords: Mapping[str, str]) -> None:
+        """Takes passwords by tenant, the administrator's under an empty name.
+
+        Raises:
+            ValueError: a tenant's name or password cannot be used.
+        """
+        self._password = passwords.get("", "").encode()
+        self._tenants = {name: secret.encode() for name, secret in passwords.items() if name}
+        if len(self._tenants) > TENANTS_MAX:
             raise ValueError(f"--tenant: more than {TENANTS_MAX}")
-        for tenant, secret in tenants.items():
+        for tenant, secret in self._tenants.items():
             if not _TENANT.fullmatch(tenant):
                 raise ValueError(
                     f"--tenant: {tenant!r} is no name: 1 to 64 letters, digits, - and _ are allowed"
                 )
-            if not 1 <= len(secret.encode()) <= PASSWORD_BYTES_MAX:
+            if not 1 <= len(secret) <= PASSWORD_BYTES_MAX:
                 raise ValueError(
                     f"--tenant: the password of {tenant!r} must have 1 to {PASSWORD_BYTES_MAX} bytes"
                 )
-        self._password = password.encode()
-        self._tenants = {tenant: secret.encode() for tenant, secret in tenants.items()}
+        assert self._password or not self._tenants, "tenants have an administrator"
 
     @property
     def required(self) -> bool:

@@ -96,7 +96,8 @@ class FrameParser:
     """
 
     def __init__(self, body_bytes_max: int = BODY_BYTES_MAX) -> None:
-        self._body_bytes_max = body_bytes_max
+        self.body_bytes_max = body_bytes_max
+        """May be changed between two frames: a peer that has logged in is trusted with more."""
         self._header = bytearray(_HEADER.size)
         self._header_filled = 0
         self._code = 0
@@ -160,8 +161,8 @@ class FrameParser:
         magic, self._code, body_bytes = _HEADER.unpack(self._header)
         if magic != MAGIC:
             raise ProtocolError(f"frame begins with 0x{magic:04x}, not 0x{MAGIC:04x}")
-        if body_bytes > self._body_bytes_max:
-            raise ProtocolError(f"frame body of {body_bytes} bytes, over {self._body_bytes_max}")
+        if body_bytes > self.body_bytes_max:
+            raise ProtocolError(f"frame body of {body_bytes} bytes, over {self.body_bytes_max}")
         self._body = Destination(body_bytes)
 
     def _give_up(self, complaint: str) -> None:

@@ -130,6 +130,8 @@ class Options:
     """What CONFIG GET maxmemory says: the budget on disk, which is what bounds this server."""
     export: bool = True
     """Whether clients on this host get files of their own."""
+    logged: bool = True
+    """Whether COMMIT promises anything."""
 
 
 @dataclass(frozen=True, slots=True)

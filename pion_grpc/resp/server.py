@@ -9,10 +9,10 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 import uvloop
@@ -30,11 +30,14 @@ from pion_grpc.resp.command import Facts, Options, Services
 from pion_grpc.resp.commands.table import COMMANDS
 from pion_grpc.resp.connection import Connection, Engine
 from pion_grpc.resp.dispatch import Dispatcher
+from pion_grpc.resp.lane import RECEIVE_BUFFER_BYTES, Fused, LaneConnection, LaneEngine, no_engine
 from pion_grpc.resp.protocol import RequestLimits
 
 WORKERS = 8
 """Threads that move bytes: as many clients are served from disk at once."""
 BACKLOG = 1_024
+DRAWS_MAX = 64
+"""Attempts to find a block of free ports."""
 TICK_S = 1.0
 BUILD = "grpc"
 """What stands behind the version where clients expect a build."""
@@ -56,6 +59,8 @@ class RespSettings:
     """What clients are told that this server may use."""
     export: bool = True
     """Whether clients on this host get files of their own."""
+    logged: bool = True
+    """Whether a commit promises anything."""
     worker: int = 0
 
 
@@ -63,7 +68,12 @@ class RespServer:
     """The RESP side of one server process."""
 
     def __init__(
-        self, store: PrefixStore, states: RecurrentStates, access: Access, settings: RespSettings
+        self,
+        store: PrefixStore,
+        states: RecurrentStates,
+        access: Access,
+        settings: RespSettings,
+        fused: Fused = no_engine,
     ) -> None:
         """Binds the address, without serving yet.
 
@@ -73,8 +83,8 @@ class RespServer:
         self._settings = settings
         self.sessions = Sessions(store, sides_max=settings.sides_max)
         self.keyspace = Keyspace(store)
-        self._socket = bind(settings.listen)
-        self.address = address_of(self._socket, settings.listen)
+        self._sockets = bind_block(settings.listen, settings.worker)
+        self.address = address_of(self._sockets.resp, settings.listen)
         self._paused_until = 0.0
         self._loop = uvloop.new_event_loop()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="resp")
@@ -82,7 +92,7 @@ class RespServer:
         self._connections: set[Connection] = set()
         self._thread = threading.Thread(target=self._run, name="resp-loop")
         self._started = threading.Event()
-        self._server: asyncio.AbstractServer
+        self._servers: list[asyncio.AbstractServer] = []
         services = Services(
             COMMANDS,
             store,
@@ -92,8 +102,10 @@ class RespServer:
             self.keyspace,
             access,
             Clients(),
-            Facts(__version__, BUILD, port_of(self._socket), settings.worker),
-            Options(settings.namespace_prefix, settings.memory_max, settings.export),
+            Facts(__version__, BUILD, port_of(self._sockets.resp), settings.worker),
+            Options(
+                settings.namespace_prefix, settings.memory_max, settings.export, settings.logged
+            ),
             pause=self._pause,
             is_paused=lambda: self._loop.time() < self._paused_until,
             run_queued=lambda call: dispatcher.answer_queued(call),
@@ -103,6 +115,7 @@ class RespServer:
         self._engine = Engine(
             self._loop, self._workers, self._writer, dispatcher, limits, self._connections
         )
+        self._lane_engine = LaneEngine(self._loop, self._workers, access, fused, set())
         recovered = self.sessions.totals().recovered_records
         if recovered:
             _log.info("WAL replayed", records=recovered)
@@ -136,21 +149,37 @@ class RespServer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._server = self._loop.run_until_complete(self._listen())
+        self._servers = self._loop.run_until_complete(self._listen())
         self._loop.call_soon(self._started.set)
         try:
             self._loop.run_forever()
         finally:
             self._loop.close()
 
-    async def _listen(self) -> asyncio.AbstractServer:
-        make: Callable[[], Connection] = lambda: Connection(self._engine)  # noqa: E731
-        if self._socket.family == socket.AF_UNIX:
-            return await self._loop.create_unix_server(make, sock=self._socket, backlog=BACKLOG)
-        return await self._loop.create_server(make, sock=self._socket, backlog=BACKLOG)
+    async def _listen(self) -> list[asyncio.AbstractServer]:
+        def connection() -> Connection:
+            return Connection(self._engine)
+
+        def frames() -> LaneConnection:
+            return LaneConnection(self._lane_engine)
+
+        resp, lane, affinity = self._sockets
+        if resp.family == socket.AF_UNIX:
+            return [await self._loop.create_unix_server(connection, sock=resp, backlog=BACKLOG)]
+        servers = [await self._loop.create_server(connection, sock=resp, backlog=BACKLOG)]
+        if lane is not None:
+            servers.append(await self._loop.create_server(frames, sock=lane, backlog=BACKLOG))
+        if affinity is not None:
+            servers.append(
+                await self._loop.create_server(connection, sock=affinity, backlog=BACKLOG)
+            )
+        return servers
 
     async def _close(self) -> None:
-        self._server.close()
+        for server in self._servers:
+            server.close()
+        for frames in list(self._lane_engine.connections):
+            frames.abort()
         if self._settings.listen.startswith("unix:"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._settings.listen.removeprefix("unix:"))
@@ -170,6 +199,47 @@ class RespServer:
     def _resume(self) -> None:
         for connection in list(self._connections):
             connection.go_on()
+
+
+class Block(NamedTuple):
+    """The sockets of one worker: RESP, and with TCP the binary lane and this worker's own."""
+
+    resp: socket.socket
+    lane: socket.socket | None = None
+    affinity: socket.socket | None = None
+
+
+def bind_block(listen: str, worker: int = 0) -> Block:
+    """Returns the sockets for an address; with port 0 a block of ports that are all free.
+
+    The ports behind a given one may be taken: clients do without them.
+
+    Raises:
+        CannotStart: the address itself cannot be bound.
+    """
+    any_port = listen.endswith(":0")
+    for _ in range(DRAWS_MAX if any_port else 1):
+        resp = bind(listen)
+        if resp.family == socket.AF_UNIX:
+            return Block(resp)
+        port = port_of(resp)
+        host = listen.rpartition(":")[0]
+        others = [_bound_if_free(host, port + 1), _bound_if_free(host, port + 2 + worker)]
+        if not any_port or None not in others:
+            if others[0] is not None:
+                others[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+            return Block(resp, *others)
+        for bound in filter(None, [resp, *others]):
+            bound.close()
+    raise CannotStart(f"cannot listen on {listen} (RESP): no three free ports in a row")
+
+
+def _bound_if_free(host: str, port: int) -> socket.socket | None:
+    try:
+        return bind(f"{host}:{port}")
+    except CannotStart as problem:
+        _log.warning("a port beside the RESP port stays closed", port=port, problem=str(problem))
+        return None
 
 
 def bind(listen: str) -> socket.socket:

@@ -219,7 +219,7 @@ class PrefixStoreService:
         self, request: pb.PrefixStoreExportRequest, call: Call
     ) -> pb.PrefixStoreExportResponse:
         """Names the files of a prefix."""
-        if self._config.no_export:
+        if not self._config.exports:
             raise NoBackend("export is switched off here: stream instead")
         query = FetchQuery(
             request.namespace,
@@ -423,7 +423,7 @@ class PrefixStoreService:
             corrupt_count=totals.corrupt,
             live_bytes=totals.live_bytes,
             started_unix_ms=self._started_unix_ms,
-            export_enabled=not config.no_export,
+            export_enabled=config.exports,
             tenant_budget_bytes=config.tenant_budget,
         )
 

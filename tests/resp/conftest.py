@@ -32,7 +32,7 @@ class Resp:
         try:
             states = RecurrentStates(self.store)
             self.server = RespServer(
-                self.store, states, access or Access(), RespSettings(**settings)
+                self.store, states, access or Access({}), RespSettings(**settings)
             )
         except CannotStart:
             self.store.close()

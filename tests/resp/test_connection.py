@@ -273,7 +273,7 @@ def test_info_is_verbatim_in_version_three(wire: Wire) -> None:
 
 @pytest.fixture
 def guarded(start_resp: Callable[..., Resp]) -> Resp:
-    return start_resp(access=Access("secret", {"blue": "azure"}))
+    return start_resp(access=Access({"": "secret", "blue": "azure"}))
 
 
 def test_a_stranger_may_do_nothing_but_log_in(guarded: Resp) -> None:

@@ -184,7 +184,7 @@ def test_files_outlive_a_restart_and_count(start_resp: Callable[..., Resp]) -> N
 
 
 def test_tenants_and_other_hosts_get_no_paths(start_resp: Callable[..., Resp]) -> None:
-    wire = start_resp(access=Access("secret", {"blue": "azure"})).connect()
+    wire = start_resp(access=Access({"": "secret", "blue": "azure"})).connect()
     wire("AUTH", "secret")
     stored(wire, "shared")
     assert export(wire, "shared") == Refused("ERR V.EXPORT is switched off here")

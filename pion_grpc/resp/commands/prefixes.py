@@ -132,7 +132,7 @@ def info(call: Call) -> Answer:
             "vstore_evictions": totals.gone,
             "vstore_max_sessions": call.services.sessions.sides_max or UNLIMITED_SESSIONS,
             "vstore_bytes": totals.bytes,
-            "wal_enabled": 1,
+            "wal_enabled": int(call.services.options.logged),
             "wal_bytes": totals.unsaved_bytes,
             "wal_appended": totals.written_records,
             "wal_replayed": totals.recovered_records,
@@ -160,6 +160,8 @@ def save(call: Call) -> Answer:
 
 def commit(call: Call) -> Answer:
     """`KV.PREFIX.COMMIT`: what was acknowledged before is on stable storage."""
+    if not call.services.options.logged:
+        raise ReplyError("ERR KV.PREFIX.COMMIT: --no-wal, writes are not logged")
     try:
         call.services.store.sync()
     except PionError as error:
