@@ -1,16 +1,17 @@
 """The configuration: one dataclass that is at once the table of flags, environment and defaults.
 
 Each field is a flag (`disk_budget` is `--disk-budget`) and an environment variable (`PION_DISK_BUDGET`);
-a flag wins over the environment, that over the default.
+a flag wins over the environment, that over the default. A variable that is empty is one that is not set.
 """
 
 import dataclasses
+import ipaddress
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 AttendChoice = Literal["auto", "mlx", "numpy", "off"]
 """What computes attention; auto is MLX on a Mac with Apple silicon and NumPy elsewhere."""
@@ -31,6 +32,87 @@ def parse_bytes(text: str) -> int:
     if unit not in _UNITS or not digits.replace(".", "", 1).isdigit():
         raise ValueError(f"{text!r} is no size: write 20GiB, 512MiB or a number of bytes")
     return int(float(digits) * _UNITS[unit])
+
+
+def parse_count(text: str) -> int:
+    """Returns a whole number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number: write one such as 64") from None
+
+
+SOCKET_PATH_BYTES_MAX = 103
+"""Of a Unix socket, so that it works on every system: macOS has 104 bytes, the 0 at the end included."""
+
+
+class Address(NamedTuple):
+    """Where a server listens: a host and a port, or else the path of a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this host can reach it."""
+        if self.path or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def parse_address(text: str) -> Address:
+    """Returns what `HOST:PORT`, `[IPv6]:PORT` or `unix:PATH` names.
+
+    Raises:
+        ValueError: it is none of them, or the path is too long for a socket.
+    """
+    if text.startswith("unix:"):
+        return Address(path=_socket_path(text.removeprefix("unix:")))
+    host, _, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    is_name = bool(host) and not set(host) & set("[]:/ ")
+    if not (_is_ipv6(host) if bracketed else is_name) or not (port.isascii() and port.isdigit()):
+        raise ValueError(f"{text!r} is no address: write HOST:PORT, [IPv6]:PORT or unix:PATH")
+    if len(port) > 5 or int(port) > 65_535:
+        raise ValueError(f"{text!r}: a port is a number from 0 to 65535")
+    return Address(host, int(port))
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return bool(ipaddress.IPv6Address(host))
+    except ValueError:
+        return False
+
+
+def _socket_path(path: str) -> str:
+    size = len(os.fsencode(path))
+    if not path:
+        raise ValueError("'unix:' names no path: write unix:PATH")
+    if size > SOCKET_PATH_BYTES_MAX:
+        raise ValueError(
+            f"{path} has {size} bytes, the path of a Unix socket at most {SOCKET_PATH_BYTES_MAX}"
+        )
+    return path
+
+
+def _listen(text: str) -> str:
+    parse_address(text)
+    return text
+
+
+def _listen_or_not(text: str) -> str:
+    return _listen(text) if text else text
 
 
 def parse_bool(text: str) -> bool:
@@ -66,12 +148,11 @@ def parse_pairs(text: str) -> tuple[str, ...]:
     """Returns `NAME=PASSWORD` pairs, separated by commas.
 
     Raises:
-        ValueError: one is none; says which by its name, never by its password.
+        ValueError: one is none; it is not shown, for it may be a password.
     """
     pairs = tuple(filter(None, text.split(",")))
-    for pair in pairs:
-        if "=" not in pair:
-            raise ValueError(f"{pair!r} is no NAME=PASSWORD")
+    if not all("=" in pair for pair in pairs):
+        raise ValueError("a tenant is written NAME=PASSWORD")
     return pairs
 
 
@@ -88,13 +169,19 @@ class Config:
 
     data: Path = _setting(default_data, lambda t: Path(t).expanduser(), "data directory", "DIR")
     listen: str = _setting(
-        "127.0.0.1:50051", str, "HOST:PORT or unix:PATH; port 0 picks one", "ADDRESS"
+        "127.0.0.1:50051", _listen, "HOST:PORT or unix:PATH; port 0 picks one", "ADDRESS"
     )
     resp: str = _setting(
-        "", str, "HOST:PORT or unix:PATH for clients of the RESP wire; port 0 picks one", "ADDRESS"
+        "",
+        _listen_or_not,
+        "HOST:PORT or unix:PATH for clients of the RESP wire; port 0 picks one",
+        "ADDRESS",
     )
     max_sessions: int = _setting(
-        0, int, "sides that RESP clients may declare, the least used going first; 0: no limit", "N"
+        0,
+        parse_count,
+        "sides that RESP clients may declare, the least used going first; 0: no limit",
+        "N",
     )
     ns_prefix: str = _setting(
         "", str, "what the names of prefixes on the RESP wire begin with", "TEXT"
@@ -116,16 +203,22 @@ class Config:
         "f32", str, "what attend keeps K and V as: f32 or f16", "TYPE"
     )
     fa_window: int = _setting(
-        0, int, "rows at the end that attend queries see unless they say otherwise; 0: all", "ROWS"
+        0,
+        parse_count,
+        "rows at the end that attend queries see unless they say otherwise; 0: all",
+        "ROWS",
     )
-    streams_max: int = _setting(64, int, "streams served at once", "N")
+    streams_max: int = _setting(64, parse_count, "streams served at once", "N")
     stall_ms: int = _setting(
-        60_000, int, "a stream whose peer does nothing for so long is cut off", "MS"
+        60_000,
+        parse_count,
+        "a stream whose peer does nothing for so long is cut off; 0: never",
+        "MS",
     )
     drain_ms: int = _setting(
-        1_000, int, "time for proxies to notice that the server is going", "MS"
+        1_000, parse_count, "time for proxies to notice that the server is going", "MS"
     )
-    grace_ms: int = _setting(10_000, int, "time for running calls to end at shutdown", "MS")
+    grace_ms: int = _setting(10_000, parse_count, "time for running calls to end at shutdown", "MS")
     no_export: bool = _setting(
         False, parse_bool, "never answer Export; clients on this host stream, too"
     )
@@ -147,6 +240,15 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        for name, parse in (("listen", _listen), ("resp", _listen_or_not)):
+            text = getattr(self, name)
+            try:
+                parse(text)
+            except ValueError as error:
+                raise ValueError(f"--{name}: {error}") from error
+            directory = Path(text.removeprefix("unix:")).parent
+            if text.startswith("unix:") and directory != self.data and not directory.is_dir():
+                raise ValueError(f"--{name}: there is no directory {directory} to put a socket in")
         if self.disk_budget < 16 << 20:
             raise ValueError("--disk-budget: below 16 MiB there is no room for the catalogue")
         if not 1 <= self.streams_max <= 1_024:
@@ -216,7 +318,7 @@ def environment_settings(environment: Mapping[str, str] = os.environ) -> dict[st
     settings = {}
     for field in dataclasses.fields(Config):
         name = f"PION_{field.name.upper()}"
-        if name in environment:
+        if environment.get(name):
             try:
                 settings[field.name] = field.metadata["parse"](environment[name])
             except ValueError as error:

@@ -1,0 +1,168 @@
+"""`pion-server`: the command line of the server that existing scripts start, for this one.
+
+Its flags are taken as they are; those of features that this product does not have are accepted and have
+no effect. Everything lies in `pion-data` under the working directory. Whatever keeps the server from
+starting is one line that begins with FATAL, because scripts look for that.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pion_grpc import __version__
+from pion_grpc.config import Config, environment_settings, parse_bytes
+from pion_grpc.errors import CannotStart
+
+DATA = "pion-data"
+SESSIONS_MAX = 256
+WORKERS_MAX = 1
+
+_IGNORED_FLAGS = (
+    "--no-auto-detect", "--no-auto-embed", "--no-crash-log",
+)  # fmt: skip
+_IGNORED_VALUES = (
+    "--wal-size",
+    "--wal-max-segments",
+    "--wal-full-policy",
+    "--profile",
+    "--io-threads",
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise CannotStart(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a server and returns its exit status."""
+    try:
+        options = _parser().parse_args(argv)
+        config = config_of(options)
+        from pion_grpc.cli.logs import set_up_logs
+        from pion_grpc.server import serve
+
+        set_up_logs(sys.stdout)
+        config.data.mkdir(mode=0o700, parents=True, exist_ok=True)  # the gRPC socket is inside
+        serve(config)
+    except CannotStart as error:
+        print(f"FATAL: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    """Returns the configuration that a command line means.
+
+    Raises:
+        CannotStart: it means none.
+    """
+    if options.workers > 1 and not options.independent_workers:
+        raise CannotStart("-w above 1 needs --independent-workers")
+    if options.workers != WORKERS_MAX:
+        raise CannotStart(f"-w {options.workers}: this release serves with one worker")
+    password = _password(options)
+    host = options.bind or ("0.0.0.0" if password else "127.0.0.1")
+    if password:
+        os.environ["PION_PASSWORD"] = password
+    attend = options.metal_attention or options.metal_attention_fp16 or options.cuda_attention
+    given: dict[str, Any] = {
+        "data": Path(options.data),
+        "listen": options.listen or f"unix:{options.data}/grpc.sock",
+        "resp": f"{host}:{options.port}",
+        "max_sessions": SESSIONS_MAX,
+        "ns_prefix": options.ns_prefix,
+        "tenants": tuple(options.tenant),
+        "attend": "auto" if attend else "off",
+        "attend_dtype": "f16" if options.metal_attention_fp16 else "f32",
+        "fa_window": options.fa_window,
+        "insecure_bind": bool(options.bind),
+        "no_wal": options.no_wal,
+        "drain_ms": 0,
+        "grace_ms": 3_000,
+    }
+    if options.maxmemory:
+        given["disk_budget"] = options.maxmemory
+    try:
+        return Config(**{**environment_settings(), **given})
+    except ValueError as error:
+        raise CannotStart(str(error)) from error
+
+
+def _password(options: argparse.Namespace) -> str:
+    if options.requirepass is not None:
+        return str(options.requirepass)
+    if options.requirepass_file is not None:
+        try:
+            password = Path(options.requirepass_file).read_text().rstrip()
+        except OSError as error:
+            raise CannotStart(f"--requirepass-file: {error}") from error
+        if not password:
+            raise CannotStart(f"--requirepass-file: {options.requirepass_file} is empty")
+        return password
+    return os.environ.get("PION_REQUIREPASS", "")
+
+
+def _memory(text: str) -> int:
+    """Returns bytes of a size, or of a share of the machine's memory."""
+    if text.endswith("%"):
+        share = float(text[:-1]) / 100
+        if not 0 < share <= 1:
+            raise ValueError(text)
+        return int(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return parse_bytes(text)
+
+
+def _tenant(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError("a tenant is written NAME=PASSWORD")
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="pion-server",
+        description="Runs a server for clients of the RESP wire.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-v", "--version", action="version", version=f"pion-server {__version__}")
+    parser.add_argument("-p", "--port", type=int, default=1974, metavar="N", help="RESP port")
+    parser.add_argument("-w", "--workers", type=int, default=1, metavar="N", help="processes")
+    parser.add_argument("--independent-workers", action="store_true", help="needed for -w above 1")
+    parser.add_argument("--kvcache", action="store_true", help="always on here")
+    parser.add_argument("--metal-attention", action="store_true", help="answer attention queries")
+    parser.add_argument(
+        "--metal-attention-fp16", action="store_true", help="with K and V as halves"
+    )
+    parser.add_argument("--cuda-attention", action="store_true", help="answer attention queries")
+    parser.add_argument(
+        "--fa-window", type=int, default=0, metavar="ROWS", help="rows that queries see; 0: all"
+    )
+    parser.add_argument("--ns-prefix", default="", metavar="TEXT", help="how names must begin")
+    parser.add_argument("--requirepass", metavar="PASSWORD", help="or PION_REQUIREPASS")
+    parser.add_argument("--requirepass-file", metavar="FILE", help="file with the password")
+    parser.add_argument(
+        "--tenant",
+        action="append",
+        default=[],
+        type=_tenant,
+        metavar="NAME=PASSWORD",
+        help="a tenant",
+    )
+    parser.add_argument("--bind", metavar="ADDRESS", help="IPv4 address to listen on")
+    parser.add_argument("--no-wal", action="store_true", help="a commit is no promise then")
+    parser.add_argument("--maxmemory", type=_memory, metavar="SIZE", help="budget on disk")
+    parser.add_argument("--data", default=DATA, metavar="DIR", help=f"data directory ({DATA})")
+    parser.add_argument("--listen", metavar="ADDRESS", help="gRPC address (a socket in the data)")
+    for flag in _IGNORED_FLAGS:
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    for flag in _IGNORED_VALUES:
+        parser.add_argument(flag, metavar="VALUE", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
