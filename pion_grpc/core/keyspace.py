@@ -664,10 +664,13 @@ class Keyspace:
                 needed[work.tenant] = needed.get(work.tenant, 0) + work.grows_bytes
         refusals: dict[str, PionError] = {}
         for tenant, size in needed.items():
+            instance = self._workshop.directory.instance
+            reservation = transaction.reserve(instance, tenant, 0, size)
             try:
                 self._workshop.space.make_room(transaction, tenant, size)
             except (OverBudget, OverQuota) as error:
                 refusals[tenant] = error
+            transaction.release(reservation)
         return refusals
 
 

@@ -768,7 +768,7 @@ class Transaction:
     def stored_bytes(self) -> int:
         """Returns the bytes that count once the garbage is removed."""
         return int(
-            self.all("SELECT coalesce(sum(bytes), 0) FROM usage WHERE tenant != '#garbage'", ())[0][
+            self.all("SELECT coalesce(sum(bytes), 0) FROM usage WHERE tenant NOT LIKE '#%'", ())[0][
                 0
             ]
         )
@@ -780,10 +780,12 @@ class Transaction:
 
     def usage(self, tenant: str | None = None) -> int:
         """Returns the bytes of segments, row files and reservations, of one tenant or of all."""
-        if tenant is None:
-            return int(self.all("SELECT coalesce(sum(bytes), 0) FROM usage", ())[0][0])
-        rows = self.all("SELECT bytes FROM usage WHERE tenant = ?", (tenant,))
-        return int(rows[0][0]) if rows else 0
+        values: tuple[str, ...] = ()
+        condition = "tenant NOT LIKE '#keys:%'"  # those are in the database's own file
+        if tenant is not None:
+            condition, values = "tenant IN (?, '#keys:' || ?)", (tenant, tenant)
+        statement = f"SELECT coalesce(sum(bytes), 0) FROM usage WHERE {condition}"
+        return int(self.all(statement, values)[0][0])
 
     def totals(self, tenant: str | None = None) -> Totals:
         """Counts visible prefixes, their own rows and their bytes."""

@@ -6,6 +6,9 @@ values are bytes, any bytes. Knows no command and no rule of Redis but the order
 score, then by bytes.
 
 Reading an expired key finds nothing; it is removed when somebody writes it, or by `expired`.
+
+What is inside the database is counted with its file. For the quotas of tenants it is counted once more,
+under a name that no tenant can have.
 """
 
 import enum
@@ -46,6 +49,40 @@ CREATE TABLE sorted_member (
 ) WITHOUT ROWID;
 CREATE INDEX sorted_score ON sorted_member (key, score, member);
 """
+
+_ROW_BYTES = 64
+"""What a row costs beside its values, about."""
+
+
+def _counted(table: str, size: str, tenant: str, *, updated: str = "") -> str:
+    """Returns the triggers that keep the count of what tenants keep in one table."""
+
+    def change(name: str, event: str, row: str, difference: str) -> str:
+        of = tenant.replace("ROW", row)
+        return (
+            f"CREATE TRIGGER {table}_{name} AFTER {event} ON {table} WHEN {of} != '' BEGIN\n"
+            f"  INSERT INTO usage VALUES ('#keys:' || {of}, {difference})\n"
+            f"    ON CONFLICT DO UPDATE SET bytes = bytes + {difference};\n"
+            "END;\n"
+        )
+
+    new, old = (f"({size.replace('ROW', row)} + {_ROW_BYTES})" for row in ("NEW", "OLD"))
+    triggers = change("kept", "INSERT", "NEW", new) + change("gone", "DELETE", "OLD", f"-{old}")
+    if updated:
+        triggers += change("resized", f"UPDATE OF {updated}", "NEW", f"{new} - {old}")
+    return triggers
+
+
+_OWNER = "(SELECT tenant FROM key WHERE id = ROW.key)"
+SCHEMA += (
+    _counted(
+        "key", "length(ROW.name) + coalesce(length(ROW.string), 0)", "ROW.tenant", updated="string"
+    )
+    + _counted("hash_field", "length(ROW.field) + length(ROW.value)", _OWNER, updated="value")
+    + _counted("list_item", "length(ROW.value)", _OWNER, updated="value")
+    + _counted("set_member", "length(ROW.member)", _OWNER)
+    + _counted("sorted_member", "length(ROW.member)", _OWNER)
+)
 
 
 class Kind(enum.IntEnum):
@@ -227,7 +264,10 @@ class KeyTable:
     def set_field(self, key: int, field: bytes, value: bytes) -> bool:
         """Sets a field; says whether it is new."""
         known = self.field(key, field) is not None
-        self._run("INSERT OR REPLACE INTO hash_field VALUES (?, ?, ?)", (key, field, value))
+        self._run(
+            "INSERT INTO hash_field VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value",
+            (key, field, value),
+        )
         return not known
 
     def remove_field(self, key: int, field: bytes) -> bool:
@@ -251,7 +291,10 @@ class KeyTable:
 
     def set_item(self, key: int, position: int, value: bytes) -> None:
         """Sets the item at a position."""
-        self._run("INSERT OR REPLACE INTO list_item VALUES (?, ?, ?)", (key, position, value))
+        self._run(
+            "INSERT INTO list_item VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value",
+            (key, position, value),
+        )
 
     def items(self, key: int, begin: int, end: int) -> list[bytes]:
         """Returns the items from one position to another."""
@@ -307,7 +350,11 @@ class KeyTable:
 
     def set_score(self, key: int, member: bytes, score: float) -> None:
         """Sets the score of a member, new or not."""
-        self._run("INSERT OR REPLACE INTO sorted_member VALUES (?, ?, ?)", (key, member, score))
+        self._run(
+            "INSERT INTO sorted_member VALUES (?, ?, ?)"
+            " ON CONFLICT DO UPDATE SET score = excluded.score",
+            (key, member, score),
+        )
 
     def remove_scored(self, key: int, members: Iterable[bytes]) -> int:
         """Removes members of a sorted set; returns how many were there."""
