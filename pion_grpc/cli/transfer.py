@@ -12,6 +12,7 @@ stored. A file is checked as a whole before its first byte is sent; what is sent
 import argparse
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ def export_prefix(options: argparse.Namespace) -> int:
         what = f"exporting {info.namespace}"
         with progress(options, what) as advance, _writing(target) as scratch:
             written = _download(wire.connection, info, scratch, advance)
+            _check_target(target, force=options.force)  # it may have come meanwhile
 
     value = {
         "namespace": info.namespace,
@@ -135,9 +137,22 @@ def _stored(client: Client, name: str) -> PrefixInfo:
 
 
 def _check_target(target: Path, *, force: bool) -> None:
-    if target.is_dir():
+    """Refuses what must not be replaced: a rename would put a file where a device or a link is."""
+    try:
+        mode = target.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise CommandFailed(
+            f"{target} cannot be written: {error.strerror}", reason="INVALID"
+        ) from error
+    if stat.S_ISDIR(mode):
         raise CommandFailed(f"{target} is a directory: name a file in it", reason="INVALID")
-    if target.exists() and not force:
+    if not stat.S_ISREG(mode):
+        raise CommandFailed(
+            f"{target} is no regular file, and is left as it is: name another", reason="INVALID"
+        )
+    if not force:
         raise CommandFailed(f"{target} exists: --force replaces it", reason="INVALID")
 
 
@@ -300,6 +315,8 @@ def opened(path: Path) -> Iterator[Source]:
             f"{path} cannot be opened: {error.strerror}", reason="INVALID"
         ) from error
     with contextlib.closing(file):
+        if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
+            raise CommandFailed(f"{path} is no regular file", reason="INVALID")
         try:
             length = header_length(file.read(0, 8))
             segment = parse_header(file.read(8, length))

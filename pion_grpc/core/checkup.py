@@ -11,6 +11,8 @@ the ones that answer a match, and the catalogue's own pages with each other.
 """
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -63,8 +65,25 @@ def check_directory(path: Path, progress: Progress = lambda done, total: None) -
     """Reads everything that the catalogue of a data directory names.
 
     Raises:
-        CannotStart: there is no catalogue, or none that this release reads.
+        CannotStart: there is no catalogue, or none that this release reads, or a file of the
+            directory may not be read.
     """
+    catalog = path / "catalog.db"
+    try:
+        # Asked, not opened: closing it would end the locks that a server in this process has on it.
+        if catalog.stat() and not os.access(catalog, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(catalog))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _no_catalogue(path) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        return _check_directory(path, progress)
+    except OSError as error:  # says nothing about what is stored
+        raise _unreadable(path, error) from error
+
+
+def _check_directory(path: Path, progress: Progress) -> Checkup:
     with _reading(path / "catalog.db") as catalogue:
         prefixes, values = catalogue.prefix_sizes(), catalogue.blob_sizes()
         read = _Read(progress, sum(prefixes.values()) + sum(values.values()))
@@ -72,6 +91,14 @@ def check_directory(path: Path, progress: Progress = lambda done, total: None) -
         damaged += _damaged_prefixes(path, catalogue, prefixes, read)
         damaged += _damaged_values(path, catalogue, values, read)
         return Checkup(len(prefixes), len(values), read.bytes, damaged)
+
+
+def _unreadable(path: Path, error: OSError) -> CannotStart:
+    return CannotStart(f"{error.filename or path} cannot be read: {error.strerror}")
+
+
+def _no_catalogue(path: Path) -> CannotStart:
+    return CannotStart(f"{path} is no data directory: there is no catalog.db in it")
 
 
 def _damaged_prefixes(
@@ -266,7 +293,7 @@ def _compare_token_ids(plan: _Plan, run: CheckedRun) -> None:
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[_Catalogue]:
     if not path.is_file():
-        raise CannotStart(f"{path.parent} is no data directory: there is no {path.name} in it")
+        raise _no_catalogue(path.parent)
     try:
         connection = _connect(path)
         try:

@@ -28,7 +28,8 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.descriptor = -1
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Of a regular file O_NONBLOCK changes nothing; a FIFO in its place would wait for a writer.
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns exactly `size` bytes.

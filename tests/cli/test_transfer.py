@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -341,6 +342,31 @@ def test_a_failed_export_leaves_neither_a_part_nor_a_loss(
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
         with contextlib.suppress(errors.DataCorrupt):
             assert client.fetch("name") is None
+
+
+def test_what_is_no_file_is_neither_replaced_nor_read(run: Run, client, at, tmp_path: Path):
+    store(client, "name")
+    (tmp_path / "precious").write_text("kept")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("precious")
+    (tmp_path / "dangling").symlink_to("nothing")
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(tmp_path):
+        bound.bind("socket")
+    names = ("fifo", "link", "dangling", "socket")
+    before = {name: (tmp_path / name).lstat().st_ino for name in names}
+    for name in names:
+        refused = run("export", "name", tmp_path / name, "--force", *at)
+        assert (refused.status, refused.out) == (1, "")
+        assert "no regular file" in refused.err
+    assert run("export", "name", "/dev/null", "--force", *at).status == 1
+    assert Path("/dev/null").is_char_device()
+    assert {name: (tmp_path / name).lstat().st_ino for name in names} == before
+    assert (tmp_path / "precious").read_text() == "kept"
+
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):  # a FIFO has nobody to wait for
+        refused = run("import", path, *at)
+        assert (refused.status, refused.out) == (1, "")
+        assert "no regular file" in refused.err
 
 
 def test_others_cannot_read_what_was_exported(run: Run, client, at, tmp_path: Path):

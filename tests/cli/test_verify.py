@@ -343,7 +343,8 @@ def test_a_damaged_page_of_the_catalogue_is_not_overlooked(run: Run, stopped: Pa
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from pion_grpc.core.checkup import check_directory
+from pion_grpc.cli.main import main
+from pion_grpc.cli.verify import check_directory
 if os.geteuid() == 0:  # root may write anywhere
     os.setuid(65534)
 print(check_directory(Path(sys.argv[1])).damaged)
@@ -368,6 +369,27 @@ def test_a_medium_that_cannot_be_written_can_still_be_checked(stopped: Path, sho
         for path in (stopped, *stopped.rglob("*")):
             path.chmod(0o700)
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
+
+
+def test_what_may_not_be_read_is_neither_sound_nor_a_traceback(run: Run, stopped: Path):
+    for closed, mode in ((next((stopped / "segments").iterdir()), 0), (stopped, 0o700)):
+        for path in (stopped.parent, stopped, *stopped.rglob("*")):
+            path.chmod(0o777)
+        closed.chmod(mode)
+        code = AS_NOBODY.replace("check_directory(Path(sys.argv[1])).damaged", "main(sys.argv[1:])")
+        ran = subprocess.run(
+            [sys.executable, "-c", code + "\n", "verify", str(stopped)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert "cannot be read: Permission denied" in ran.stderr
+        assert "Traceback" not in ran.stderr
+        assert ran.stdout == "1\n"
+    ran = run("verify", stopped / ("x" * 300))
+    assert (ran.status, ran.out) == (1, "")
+    assert "cannot be read: File name too long" in ran.err
 
 
 def test_a_program_need_not_start_a_command_to_check(stopped: Path, tmp_path: Path):
