@@ -24,7 +24,7 @@ class Exports:
     def __init__(self, directory: DataDirectory) -> None:
         self._directory = directory
         self._lock = threading.Lock()
-        self._checked: dict[str, tuple[int, int, int]] = {}
+        self._checked: dict[str, tuple[int, int, int, int]] = {}
 
     def extents(self, reading: Reading) -> Iterator[ExportExtent]:
         """Yields the files that hold the rows of an open prefix, every page of them checked.
@@ -66,7 +66,8 @@ class Exports:
     def _check_once(self, row: PrefixRow, status: os.stat_result, reading: Reading) -> None:
         """Checks every page of a segment, unless it has not changed since this process did."""
         assert row.file is not None
-        state = status.st_ino, status.st_size, status.st_mtime_ns
+        # Whoever writes can set the time of the last write, but not that of the last change.
+        state = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         with self._lock:
             if self._checked.get(row.file) == state:
                 return

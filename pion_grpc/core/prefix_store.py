@@ -27,7 +27,7 @@ from pion_grpc.core.reading import (
     Reading,
     chain_parts,
 )
-from pion_grpc.core.receipt import Ledger, Restore
+from pion_grpc.core.receipt import NO_RESTORE, Ledger, Restore
 from pion_grpc.core.recovery import Recovery
 from pion_grpc.core.snapshots import Snapshots
 from pion_grpc.core.space import Space
@@ -165,13 +165,16 @@ class PrefixStore:
         self.space.measure()
 
     def close(self) -> None:
-        """Makes everything acknowledged durable and gives the directory back."""
-        try:
+        """Makes everything acknowledged durable and gives the directory back.
+
+        Raises:
+            DiskFull: the catalogue cannot note it; all is as safe as its acknowledgement said.
+        """
+        with contextlib.ExitStack() as last:  # each of them, whatever becomes of the others
+            last.callback(self.directory.close)
+            last.callback(self._catalog.close)
+            last.callback(self.sync)
             self.tick()
-            self.sync()
-        finally:
-            self._catalog.close()
-            self.directory.close()
 
     # -- asking
 
@@ -366,7 +369,10 @@ class PrefixStore:
             return opened
         rows = opened.reading.rows
         self.note_use(opened.prefix.id)
-        restore = self._restore(opened.reading.chain, rows)
+        restore = NO_RESTORE
+        # Some of the tensors spare nobody a prefill.
+        if len(opened.reading.tensors) == len(opened.info.layout.tensors):
+            restore = self._restore(opened.reading.chain, rows)
         return Fetch(opened.info, opened.reading, opened.token_ids[: 4 * rows.end], restore)
 
     def open_rows(self, tenant: str, query: FetchQuery) -> Reading | None:

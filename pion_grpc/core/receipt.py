@@ -1,8 +1,9 @@
 """The value receipt: what the store did for its clients.
 
 A hit is counted once, when Lookup or Match answers; tokens, bytes and seconds when a Fetch has ended
-well or an Export has been answered. Seconds are of two kinds and never mixed: measured ones come from a
-prefill time that a client reported, estimated ones from a constant per token.
+well or an Export has been answered. Bytes count whatever they are of; tokens and seconds only where all
+tensors were asked for, as some of them spare nobody a prefill. Seconds are of two kinds and never mixed:
+measured ones come from a prefill time that a client reported, estimated ones from a constant per token.
 """
 
 import threading
@@ -39,6 +40,10 @@ class Restore(NamedTuple):
     tokens: int
     measured_seconds: float
     estimated_tokens: int
+
+
+NO_RESTORE = Restore(0, 0.0, 0)
+"""Bytes were handed out that save no prefill."""
 
 
 class Ledger:

@@ -356,6 +356,22 @@ def test_export_names_files_that_hold_the_rows(wire: Wire, server: ServerProcess
     assert rows == child.rows(0)[100 * row :]
 
 
+def test_a_file_that_was_changed_behind_its_time_is_not_exported_again(start_server) -> None:
+    server = start_server()
+    with Wire(server.address) as wire:
+        wire.store(Sample("export/changed", 150))
+        export = wire.call("Export", namespace="export/changed")
+        path = server.directory / export.extents[0].file_name
+        before = path.stat()
+        with path.open("r+b") as file:
+            (byte,) = file.read()[-1000:-999]
+            file.seek(-1000, os.SEEK_END)
+            file.write(bytes([byte ^ 1]))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        told = refused(lambda: wire.call("Export", namespace="export/changed"))
+        assert told.reason == "CORRUPT"
+
+
 def test_an_exported_file_stays_while_its_lease_does(wire: Wire, server: ServerProcess) -> None:
     wire.store(Sample("export/leased", 50))
     export = wire.call("Export", namespace="export/leased", lease_ms=60_000)

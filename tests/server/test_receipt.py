@@ -92,6 +92,17 @@ def test_only_the_rows_that_were_asked_for_count(wire: Wire) -> None:
     assert receipt.bytes_streamed == 30 * sample.layout.row_bytes
 
 
+def test_a_part_of_the_tensors_spares_nobody_a_prefill(wire: Wire) -> None:
+    sample = Sample("receipt/slots", 100)
+    wire.store(sample, prefill_ms=1_000.0)
+    wire.fetch("receipt/slots", slots=[0])
+    assert counted(wire) == stats_pb2.Receipt(bytes_streamed=sample.row_bytes // 2)
+    wire.fetch("receipt/slots", slots=[0, 1])
+    receipt = counted(wire)
+    assert (receipt.tokens_served, receipt.measured_hits) == (100, 1)
+    assert receipt.prefill_seconds_avoided_measured == pytest.approx(1.0)
+
+
 def test_a_fetch_that_is_cancelled_saves_nothing(wire: Wire) -> None:
     wide = Layout((TensorLayout(0, Side.K, 16, 1_024, DType.F16),))
     sample = Sample("receipt/cancelled", 2_000, wide)
