@@ -8,7 +8,6 @@ for neither proxies nor calls.
 import contextlib
 import ctypes
 import ctypes.util
-import ipaddress
 import os
 import signal
 import sys
@@ -23,12 +22,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pion_grpc import __version__, backends
-from pion_grpc.config import Config
+from pion_grpc.config import Config, parse_address
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.states import RecurrentStates
-from pion_grpc.errors import CannotStart, PionError
+from pion_grpc.errors import CannotStart, DiskFull, PionError
 from pion_grpc.resp.server import RespServer, RespSettings
 from pion_grpc.rpc.attend import AttendService
 from pion_grpc.rpc.prefix_store import PrefixStoreService
@@ -107,11 +106,7 @@ class Server:
         tune_blas()
         backend = attend_backend(config)
         self._directory = DataDirectory(config.data)
-        self.store = PrefixStore(
-            self._directory,
-            budget_bytes=config.disk_budget,
-            tenant_budget_bytes=config.tenant_budget,
-        )
+        self.store = self._opened_store()
         self.states = RecurrentStates(self.store)
         self.attend: Attend | None = None
         if backend is not None:
@@ -174,7 +169,8 @@ class Server:
         self._housekeeper.join()
         if self.attend is not None:
             self.attend.close()
-        self.store.close()
+        self._log_losses()
+        self._close_store()
         self._pool.shutdown(wait=False)
         self._health_pool.shutdown(wait=False)
         _log.info("stopped")
@@ -182,6 +178,35 @@ class Server:
     def hurry(self) -> None:
         """Cuts the drain short, and the calls that still run."""
         self._hurry.set()
+
+    def _opened_store(self) -> PrefixStore:
+        try:
+            return PrefixStore(
+                self._directory,
+                budget_bytes=self._config.disk_budget,
+                tenant_budget_bytes=self._config.tenant_budget,
+            )
+        except (OSError, DiskFull) as error:
+            self._directory.close()
+            raise CannotStart(
+                f"cannot use the data directory {self._config.data}: {error}"
+            ) from error
+
+    def _close_store(self) -> None:
+        try:
+            self.store.close()
+        except DiskFull as error:
+            _log.warning(
+                "stopped on a full disk; nothing is lost unless this machine loses its power",
+                problem=str(error),
+            )
+
+    def _log_losses(self) -> None:
+        lost = self.store.space.losses()
+        if lost.evicted:
+            _log.info("evicted", count=lost.evicted, prefixes=lost.evicted_names)
+        if lost.corrupt:
+            _log.warning("damaged prefixes taken out", count=lost.corrupt, files=lost.corrupt_files)
 
     def _add_services(self, credentials: Credentials) -> None:
         implementations = {
@@ -244,6 +269,7 @@ class Server:
         while not self._stopping.wait(TICK_S):
             ticks += 1
             try:
+                self._log_losses()
                 self.store.tick()
                 if self.resp is not None:
                     self.resp.tick()
@@ -295,7 +321,7 @@ def check_exposure(config: Config, password: str) -> None:
     if password:
         return
     for listen in filter(None, (config.listen, config.resp)):
-        if _is_local(listen):
+        if parse_address(listen).is_local:
             continue
         if not config.insecure_bind:
             raise CannotStart(
@@ -303,14 +329,6 @@ def check_exposure(config: Config, password: str) -> None:
                 "or --password-file, or listen on 127.0.0.1; --insecure-bind overrides"
             )
         _log.warning("anyone who can reach this address may read and write", listen=listen)
-
-
-def _is_local(listen: str) -> bool:
-    host = listen.rpartition(":")[0].strip("[]")
-    try:
-        return listen.startswith("unix:") or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def attend_backend(config: Config) -> backends.Backend | None:

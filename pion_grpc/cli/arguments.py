@@ -40,7 +40,7 @@ def add_serve(commands: Commands) -> None:
         default = field.default
         if default is dataclasses.MISSING and callable(field.default_factory):
             default = field.default_factory()
-        shown = f" (default {default})" if default not in (None, 0) else ""
+        shown = f" (default {default})" if default not in (None, 0, "") else ""
         parser.add_argument(
             flag,
             type=_named(field.metadata["parse"], field.metadata["metavar"]),

@@ -9,9 +9,11 @@ The methods run inside a caller's write transaction and collect the names of fil
 the caller removes those files after the commit (`sweep`), so that a crash in between loses nothing.
 """
 
+import collections
 import contextlib
 import threading
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from pion_grpc.core.matching import nodes
 from pion_grpc.core.reading import CorruptPrefix
@@ -28,6 +30,20 @@ CATALOG_BYTES_PER_TOKEN = 12
 """The id itself and its share of the match index."""
 FREE_BYTES_MAX = 2 << 20
 """Pages of the database that may lie empty before they are given back."""
+
+
+NAMED_LOSSES_MAX = 16
+"""What went is told by name up to here, by number beyond."""
+
+
+class Losses(NamedTuple):
+    """What went without anybody having asked for it."""
+
+    evicted: int
+    evicted_names: tuple[str, ...]
+    """Of the last ones."""
+    corrupt: int
+    corrupt_files: tuple[str, ...]
 
 
 class Space:
@@ -50,6 +66,9 @@ class Space:
         self._foreign_bytes = 0
         self._evicted = 0
         self._corrupt = 0
+        self._told = (0, 0)
+        self._evicted_names: collections.deque[str] = collections.deque(maxlen=NAMED_LOSSES_MAX)
+        self._corrupt_files: collections.deque[str] = collections.deque(maxlen=NAMED_LOSSES_MAX)
         self._ended_stores: set[int] = set()
         self._ended_reservations: dict[int, int] = {}
 
@@ -62,6 +81,21 @@ class Space:
     def corrupt_count(self) -> int:
         """Prefixes found damaged since the start."""
         return self._corrupt
+
+    def losses(self) -> Losses:
+        """Returns what was evicted or found damaged since the last call."""
+        with self._lock:
+            evicted, corrupt = self._told
+            losses = Losses(
+                self._evicted - evicted,
+                tuple(self._evicted_names),
+                self._corrupt - corrupt,
+                tuple(self._corrupt_files),
+            )
+            self._told = self._evicted, self._corrupt
+            self._evicted_names.clear()
+            self._corrupt_files.clear()
+        return losses
 
     def used_bytes(self, transaction: Transaction) -> int:
         """Returns the bytes of every file of the directory, reservations included."""
@@ -111,6 +145,7 @@ class Space:
             self.remove(transaction, prefix)
             with self._lock:
                 self._evicted += 1
+                self._evicted_names.append(prefix.namespace)
         else:
             return False
         return True
@@ -193,6 +228,7 @@ class Space:
             self.condemn(transaction, row.id)
             with self._lock:
                 self._corrupt += 1
+                self._corrupt_files.append(name)
         self.sweep()
 
     def sweep(self) -> None:

@@ -55,7 +55,7 @@ class DataDirectory:
             ):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise CannotStart(f"cannot use the data directory {self.path}: {error}") from error
+            raise _unusable(self.path, error) from error
         kind = file_system_type(self.path)
         if kind in NETWORK_FILE_SYSTEMS:
             raise CannotStart(
@@ -63,12 +63,15 @@ class DataDirectory:
                 "not safe there: choose a local directory with --data"
             )
         self.instance = secrets.token_hex(6)
-        # Locked before it has the name that others look for: nobody ever sees it unlocked.
-        unnamed = self.run / f"{self.instance}.new"
-        self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unnamed.rename(self.run / f"{self.instance}.lock")
-        self.host_token = self._read_or_make_token()
+        try:
+            self._lock = self._take_lock()
+            try:
+                self.host_token = self._read_or_make_token()
+            except BaseException:
+                self.close()
+                raise
+        except OSError as error:
+            raise _unusable(self.path, error) from error
 
     def close(self) -> None:
         """Gives the lock back."""
@@ -159,6 +162,18 @@ class DataDirectory:
                 continue
         return total
 
+    def _take_lock(self) -> int:
+        # Locked before it has the name that others look for: nobody ever sees it unlocked.
+        unnamed = self.run / f"{self.instance}.new"
+        lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            unnamed.rename(self.run / f"{self.instance}.lock")
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
+
     def _read_or_make_token(self) -> bytes:
         path = self.path / "host-token"
         directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -173,6 +188,11 @@ class DataDirectory:
             return path.read_bytes()
         finally:
             os.close(directory)
+
+
+def _unusable(path: Path, error: OSError) -> CannotStart:
+    where = "" if error.filename in (None, str(path)) else f" ({error.filename})"
+    return CannotStart(f"cannot use the data directory {path}: {error.strerror}{where}")
 
 
 def file_system_type(path: Path) -> str:

@@ -124,7 +124,7 @@ def test_health_answers_per_service(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize(
     "listen",
-    ["0.0.0.0:0", "[::]:0", ":0", "192.0.2.1:0", "example.invalid:0", "127.0.0.1:0,0.0.0.0:0"],
+    ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "example.invalid:0"],
 )
 def test_no_stranger_is_listened_to_without_a_password(start_server, listen: str) -> None:
     output = cannot_start(start_server, listen=listen)

@@ -1,10 +1,12 @@
 """Starting with what was said and nothing else, and stopping without cutting anybody off."""
 
 import ctypes
+import dataclasses
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2
 
+from pion_grpc.cli.main import main
+from pion_grpc.config import Config, environment_settings, parse_address
 from pion_grpc.server import CHANNEL_OPTIONS
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from tests.conftest import ServerProcess
@@ -54,6 +58,74 @@ def test_no_server_starts_with_what_it_does_not_understand(start_server, flags) 
 def test_no_server_starts_with_an_environment_it_does_not_understand(start_server) -> None:
     assert "PION_DISK_BUDGET" in cannot_start(start_server, PION_DISK_BUDGET="much")
     assert "PION_NO_EXPORT" in cannot_start(start_server, PION_NO_EXPORT="perhaps")
+
+
+@pytest.mark.parametrize(
+    ("address", "wanted"),
+    [
+        ("garbage", "write HOST:PORT"),
+        ("127.0.0.1", "write HOST:PORT"),
+        (":50051", "write HOST:PORT"),
+        ("::1:50051", "write HOST:PORT"),
+        ("[127.0.0.1]:50051", "write HOST:PORT"),
+        ("http://localhost:50051", "write HOST:PORT"),
+        ("127.0.0.1:0,0.0.0.0:0", "write HOST:PORT"),
+        ("localhost:http", "write HOST:PORT"),
+        ("127.0.0.1:-1", "write HOST:PORT"),
+        ("127.0.0.1:70000", "0 to 65535"),
+        ("unix:", "unix:PATH"),
+        (f"unix:/tmp/{'x' * 99}", "at most 103"),
+        ("unix:/no/such/directory/socket", "no directory /no/such/directory"),
+    ],
+)
+def test_an_address_is_not_guessed_at(address: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(wanted)) as refused_as_flag:
+        Config(listen=address)
+    assert str(refused_as_flag.value).startswith("--listen")
+    with pytest.raises(ValueError, match=re.escape(wanted)) as refused_as_flag:
+        Config(resp=address)
+    assert str(refused_as_flag.value).startswith("--resp")
+
+
+def test_an_address_that_can_be_is_not_refused(short_tmp: Path) -> None:
+    for address, local in (
+        ("127.0.0.1:65535", True),
+        ("localhost:0", True),
+        ("[::1]:0", True),
+        ("[::]:0", False),
+        ("example.invalid:1", False),
+        (f"unix:{short_tmp}/{'x' * (102 - len(str(short_tmp)))}", True),
+    ):
+        assert Config(listen=address).listen == address
+        assert parse_address(address).is_local == local
+    inside = short_tmp / "made by the server"
+    assert Config(data=inside, listen=f"unix:{inside}/socket").resp == ""
+
+
+def test_a_server_says_which_address_it_does_not_understand(start_server, short_tmp: Path) -> None:
+    for flags, environment, named in (
+        (("--resp", "garbage"), {}, "--resp"),
+        ((), {"PION_RESP": "127.0.0.1:70000"}, "PION_RESP"),
+    ):
+        output = cannot_start(start_server, *flags, **environment)
+        assert named in output
+        assert "other hosts" not in output
+    assert "at most 103" in cannot_start(start_server, listen=f"unix:{short_tmp}/{'x' * 103}")
+
+
+def test_what_is_empty_is_not_set() -> None:
+    empty = {f"PION_{field.name.upper()}": "" for field in dataclasses.fields(Config)}
+    assert environment_settings(empty) == {}
+    with pytest.raises(ValueError, match="PION_STREAMS_MAX: 'abc' is no whole number"):
+        environment_settings({"PION_STREAMS_MAX": "abc"})
+
+
+def test_help_does_not_show_defaults_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert "(default 64)" in shown
+    assert "(default )" not in shown
 
 
 def test_a_flag_wins_over_the_environment(start_server) -> None:
@@ -110,6 +182,29 @@ def test_the_data_directory_is_not_taken_where_it_cannot_be(start_server, short_
     path = short_tmp / "file"
     path.write_text("")
     assert str(path) in cannot_start(start_server, directory=path)
+
+
+def test_a_data_directory_that_cannot_be_used_is_no_traceback(
+    start_server, short_tmp: Path
+) -> None:
+    data = short_tmp / "data"
+    (data / "host-token").mkdir(parents=True)
+    assert f"cannot use the data directory {data}" in cannot_start(start_server, directory=data)
+    assert list((data / "run").glob("*.lock")) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a file system")
+def test_a_read_only_data_directory_is_no_traceback(start_server, short_tmp: Path) -> None:
+    assert start_server().stop() == 0
+    data = str(short_tmp / "data")
+    done = subprocess.run(["mount", "--bind", "-o", "ro", data, data], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr!r}")
+    try:
+        output = cannot_start(start_server)
+    finally:
+        subprocess.run(["umount", "-l", data], check=True)
+    assert f"cannot use the data directory {data}: Read-only file system" in output
 
 
 def test_no_channel_option_is_ignored_for_its_name() -> None:
