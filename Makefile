@@ -64,5 +64,5 @@ bench: setup ## measure against peers and the machine's own limits; prints a tab
 	$(RUN)pion-grpc bench
 
 clean: ## remove what setup and tests made
-	rm -rf $(VENV) $(PROTO_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
+	rm -rf $(VENV) $(PROTO_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results clients/python/build
 	find . -name __pycache__ -o -name '*.egg-info' | xargs rm -rf

@@ -126,12 +126,16 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Lets SIGTERM and a closed terminal end the demo as Ctrl-C does, everything cleaned up."""
+    """Lets SIGTERM and a closed terminal end the demo as Ctrl-C does, everything cleaned up.
+
+    Also where they were ignored when it started, as in the background of a script.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:

@@ -75,12 +75,17 @@ def test_the_second_process_does_not_prefill_nor_answer_otherwise(
     assert list(short_tmp.glob("pion-*")) == []
 
 
+IGNORING = ["sh", "-c", 'trap "" INT TERM HUP; exec "$@"', "sh"]
+"""Starts a command as a script does in its background: with signals that are ignored."""
+
+
+@pytest.mark.parametrize("around", [[], IGNORING], ids=["", "ignoring"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(
-    command: list[str], short_tmp: Path, number: signal.Signals
+    command: list[str], short_tmp: Path, number: signal.Signals, around: list[str]
 ):
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*around, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
