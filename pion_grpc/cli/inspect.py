@@ -91,7 +91,7 @@ def _receipt_rows(receipt: Receipt) -> "list[tuple[str, str]]":
         ("hits", f"{receipt.hits:,}"),
         ("misses", f"{receipt.misses:,}"),
         ("hit rate", "nothing asked yet" if rate is None else f"{rate:.1%}"),
-        ("hits of known prefill time", f"{receipt.measured_hits:,}"),
+        ("restores with measured prefill time", f"{receipt.measured_hits:,}"),
         ("tokens served", f"{receipt.tokens_served:,}"),
         ("bytes streamed", size(receipt.bytes_streamed)),
         ("bytes exported", size(receipt.bytes_exported)),
