@@ -238,6 +238,54 @@ def test_a_client_finds_the_server_again_after_a_crash(
         assert_same(prefix.layers, layers)
 
 
+def restarted_meanwhile(
+    start_server: Callable[..., ServerProcess], server: ServerProcess, call: Callable[[], Any]
+) -> Any:
+    """What a call comes to whose server is dead when it begins, and comes back after a failure."""
+    server.kill()
+    threads = [threading.Thread(target=start_server, kwargs={"listen": server.address})]
+    with remote(server.address) as other, pytest.raises(Unavailable):
+        other.fetch("name")  # three tries: longer than a call without patience takes
+    threads[0].start()
+    try:
+        return call()
+    finally:
+        threads[0].join()
+
+
+@pytest.mark.parametrize("export", [False, True])
+def test_a_server_that_restarts_is_waited_for_until_the_deadline_given(
+    start_server: Callable[..., ServerProcess], export: bool
+) -> None:
+    layers = random_layers(45, 100)
+    tokens = range(100)
+    first = start_server()
+    with Client(first.address, export=export) as client:
+        client.store("name", layers=layers, token_ids=tokens, model=MODEL)
+        prefix = restarted_meanwhile(
+            start_server, first, lambda: client.fetch("name", timeout_s=60)
+        )
+        assert prefix is not None
+        assert_same(prefix.layers, layers)
+
+
+def test_a_store_waits_for_a_server_that_restarts(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    layers = random_layers(46, 100)
+    first = start_server()
+    with remote(first.address) as client:
+        assert client.lookup("name").hit is False
+        restarted_meanwhile(
+            start_server,
+            first,
+            lambda: client.store(
+                "name", layers=layers, token_ids=range(100), model=MODEL, timeout_s=60
+            ),
+        )
+        assert client.lookup("name", timeout_s=60).hit
+
+
 class Enough(Exception):
     pass
 

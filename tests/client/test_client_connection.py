@@ -1,5 +1,6 @@
 """Addresses, routes, errors of the transport, channel options: what every call depends on."""
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -254,6 +255,27 @@ def test_a_read_is_not_tried_for_ever(peer: Peer) -> None:
     with Client(peer.address) as client, pytest.raises(errors.Unavailable):
         client.describe()
     assert len(peer.statuses) == 7
+
+
+def test_a_read_with_a_deadline_of_its_own_is_not_given_up_before(peer: Peer) -> None:
+    peer.statuses = [BROKEN] * 4 + [pb.PrefixStoreDescribeResponse(version="9").SerializeToString()]
+    with Client(peer.address) as client:
+        assert client.describe(timeout_s=60).version == "9"
+
+
+def test_a_caller_that_can_do_without_is_not_kept_waiting(peer: Peer) -> None:
+    for broken, asked in ((BROKEN, 1), (FULL, 3)):
+        peer.statuses = [broken] * 10
+        with Client(peer.address) as client:
+            for call in (
+                functools.partial(client.lookup, "x"),
+                functools.partial(client.match, model="m", token_ids=[1]),
+                functools.partial(client.fetch, "x"),
+            ):
+                before = len(peer.statuses)
+                with pytest.raises(errors.PionError):
+                    call(timeout_s=60, tries=1)
+                assert before - len(peer.statuses) == asked
 
 
 @pytest.mark.parametrize("broken", [BROKEN, AWAY, DRAINING])

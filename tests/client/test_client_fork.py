@@ -143,3 +143,55 @@ def test_a_child_ends_as_usual_with_what_it_inherited(address: str) -> None:
         print(fetched(client))
     """
     assert run(address, program) == ["0", "export 4000"]
+
+
+def test_mlx_of_the_parent_is_not_waited_for_in_the_child(address: str) -> None:
+    program = """
+        import mlx.core as mx
+        import numpy as np
+
+        array = mx.zeros((1, 8, 2))
+        mx.eval(array)
+        client = Client(address)
+        for export in (True, False):
+            own = Client(address, export=export)
+            print(in_child(lambda: own.fetch("name", as_mlx=True)))
+        given = {"layers": [(array, array)], "token_ids": range(8), "model": "m"}
+        print(in_child(lambda: client.store("x", **given)))
+        print(in_child(lambda: client.attend_store("x", 0, array, array)))
+        print(in_child(lambda: fetched(client)))
+        print(client.fetch("name", as_mlx=True).token_count)
+    """
+    *forked, numpy, parent = run(address, program)
+    assert forked == ["Forked"] * 4
+    assert (numpy, parent) == ("export 4000", "4000")
+
+
+def test_mlx_that_only_the_child_imports_is_used(address: str) -> None:
+    program = """
+        client = Client(address)
+        print(in_child(lambda: client.fetch("name", as_mlx=True).token_count))
+    """
+    assert run(address, program) == ["4000"]
+
+
+def test_a_prompt_cache_is_not_waited_for_in_the_child(address: str) -> None:
+    program = """
+        from pion_client.mlx import PionPromptCache
+        from pion_grpc.cli.smollm2 import random_llama
+
+        model, ids = random_llama(), list(range(100))
+        cache = PionPromptCache(model, address=address)
+        cache.get_or_prefill(ids)
+        for work in (
+            lambda: cache.get_or_prefill(ids),
+            lambda: cache.reuse(ids),
+            lambda: cache.lookup("name"),
+            lambda: cache.flush(),
+            lambda: PionPromptCache(model, address=address),
+            lambda: cache.close(),
+        ):
+            print(in_child(work))
+        cache.close()
+    """
+    assert run(address, program) == ["Forked"] * 5 + ["None"]

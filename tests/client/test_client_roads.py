@@ -387,6 +387,11 @@ def test_the_server_describes_itself(local: Client) -> None:
     ("fields", "field"),
     [
         ({"namespace": ""}, "namespace"),
+        ({"namespace": "\ud800"}, "namespace"),
+        ({"model": "\ud800"}, "model"),
+        ({"parent": "\ud800"}, "parent"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"token_ids": []}, "token_ids"),
         ({"token_ids": [1, -1]}, "token_ids"),
         ({"token_ids": [2**32]}, "token_ids"),
         ({"token_ids": [0.5]}, "token_ids"),
@@ -417,6 +422,51 @@ def test_what_does_not_fit_is_never_sent(fields: dict[str, object], field: str) 
         nobody.store(**good | fields)  # type: ignore[arg-type]
     assert refused.value.field == field
     assert refused.value.reason == "INVALID"
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda client: client.match(model="m", token_ids=[]), "token_ids"),
+        (lambda client: client.match(model="\ud800", token_ids=[1]), "model"),
+        (lambda client: client.lookup("name", token_ids=[]), "token_ids"),
+        (lambda client: client.lookup("name", tries=0), "tries"),
+        (lambda client: client.fetch("name", rows=(-1, 10)), "rows"),
+        (lambda client: client.fetch("name", rows=(1,)), "rows"),
+        (lambda client: client.fetch("name", rows=("a", "b")), "rows"),
+        *(
+            (lambda client, call=call: call(client, "\ud800"), field)
+            for call, field in (
+                (Client.fetch, "namespace"),
+                (Client.lookup, "namespace"),
+                (Client.blocks, "namespace"),
+                (Client.snapshot, "namespace"),
+                (Client.drop, "namespaces"),
+                (Client.save, "namespaces"),
+                (Client.attend_drop, "session"),
+            )
+        ),
+        *(
+            (lambda client, call=call, time=time: call(client, timeout_s=time), "timeout_s")
+            for call, time in itertools.product(
+                (Client.describe, Client.sync, lambda client, **t: client.fetch("name", **t)),
+                (0, -1.0, float("nan"), float("inf")),
+            )
+        ),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_its_field(
+    call: Callable[[Client], object], field: str
+) -> None:
+    with Client("127.0.0.1:1") as nobody, pytest.raises(InvalidRequest) as refused:
+        call(nobody)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("time", ["timeout_s", "stall_timeout_s"])
+def test_a_client_without_time_is_none(time: str) -> None:
+    with pytest.raises(ValueError, match=time):
+        Client(**{time: 0.0})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

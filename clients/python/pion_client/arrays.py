@@ -5,13 +5,14 @@ unsigned integers of their width. No value is ever converted, so no NaN loses it
 meets binary16.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pion_client.errors import InvalidRequest
+from pion_client.errors import Forked, InvalidRequest
 from pion_client.values import Array
 from pion_wire.layout import DType, Layout, LayoutError, Side, TensorLayout
 from pion_wire.limits import CHUNK_BYTES_MAX
@@ -22,6 +23,48 @@ _BITS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 def invalid(field: str, message: str) -> InvalidRequest:
     """Returns the error of a field that is refused before anything is sent."""
     return InvalidRequest(f"{field}: {message}", metadata={"field": field})
+
+
+def text(field: str, value: str) -> str:
+    """Returns a text that can be sent.
+
+    Raises:
+        InvalidRequest: it has no UTF-8, because of a surrogate that stands alone.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(field, f"{value!r} has no UTF-8") from error
+    return value
+
+
+def mlx_core() -> Any:
+    """Returns MLX, where it can be used.
+
+    Raises:
+        Forked: this process was forked from one that had imported MLX. Its threads do not exist here,
+            and what is given to them to evaluate would be waited for for ever. Whether they ran
+            already cannot be seen, so the import decides.
+    """
+    if _mlx_of_parent:
+        raise Forked(
+            "MLX cannot be used in a process forked from one that has imported it: "
+            "start processes with 'spawn'"
+        )
+    import mlx.core as mx
+
+    return mx
+
+
+_mlx_of_parent: list[bool] = []
+
+
+def _forked() -> None:
+    if "mlx.core" in sys.modules:
+        _mlx_of_parent.append(True)
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Rows(NamedTuple):
@@ -81,8 +124,7 @@ def tensor_rows(field: str, slot: int, side: Side, array: Array) -> Rows:
     bits = _BITS[dtype.itemsize]
     if isinstance(array, np.ndarray):
         return Rows(tensor, array.view(bits))
-    import mlx.core as mx
-
+    mx = mlx_core()
     # Evaluates here, on the caller's thread: the stream is written by another one. Not a copy.
     return Rows(tensor, np.asarray(array.view(mx.uint16 if dtype.itemsize == 2 else mx.uint32)))
 
@@ -147,8 +189,7 @@ class MlxDestination:
 
     def finish(self, tensor: TensorLayout, room: np.ndarray) -> None:
         """Copies it into an array of MLX, which is evaluated: another thread may use it."""
-        import mlx.core as mx
-
+        mx = mlx_core()
         bits = mx.array(_token_major(tensor, self._row_count, room))
         array = bits.view(mlx_dtype(tensor.dtype)).transpose(1, 0, 2)
         mx.eval(array)
@@ -174,8 +215,7 @@ def layers_of(
 
 def mlx_dtype(dtype: DType) -> Any:
     """Returns MLX's name of a type."""
-    import mlx.core as mx
-
+    mx = mlx_core()
     return {DType.F32: mx.float32, DType.F16: mx.float16, DType.BF16: mx.bfloat16}[dtype]
 
 
@@ -183,8 +223,7 @@ def _empty(row_count: int, dtype: DType, *, as_mlx: bool) -> Array:
     shape = (1, row_count, 0)
     if not as_mlx:
         return np.empty(shape, dtype.numpy)
-    import mlx.core as mx
-
+    mx = mlx_core()
     return mx.zeros(shape, mlx_dtype(dtype))
 
 

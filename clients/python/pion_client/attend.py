@@ -16,10 +16,10 @@ import grpc
 import numpy as np
 from crc32c import crc32c
 
-from pion_client.arrays import invalid
+from pion_client.arrays import invalid, mlx_core, text
 from pion_client.attend_streams import AttendStreams
 from pion_client.calls import Calls
-from pion_client.connection import Deadline, Watchdog, retried
+from pion_client.connection import TRIES_MAX, Deadline, Watchdog, retried
 from pion_client.errors import BadAnswer, TooManyStreams
 from pion_client.routes import Routes
 from pion_client.values import Array
@@ -104,7 +104,7 @@ class Attending:
             raise invalid("k", f"{sides[0].shape} and {sides[1].shape} are not (heads, rows, dim)")
         heads, rows, head_dim = sides[0].shape
         header = pb.AttendStoreHeader(
-            session=session,
+            session=text("session", session),
             rows=pb.AttendRows(layer=layer, heads=heads, rows=rows, head_dim=head_dim),
         )
         deadline = self._calls.stream_deadline(timeout_s)
@@ -121,18 +121,21 @@ class Attending:
     ) -> Warmed:
         """Makes a stored prefix resident."""
         source = pb.AttendFromPrefix(
-            namespace=namespace, heads=heads, head_dim=head_dim, layers=layers
+            namespace=text("namespace", namespace), heads=heads, head_dim=head_dim, layers=layers
         )
         self.follow(session, namespace)
-        header = pb.AttendStoreHeader(session=session, from_prefix=source)
-        deadline = Deadline(WARM_TIMEOUT_S if timeout_s is None else timeout_s)
+        header = pb.AttendStoreHeader(session=text("session", session), from_prefix=source)
+        tries = TRIES_MAX if timeout_s is None else None
+        deadline = self._calls.unary_deadline(
+            WARM_TIMEOUT_S if timeout_s is None else timeout_s, tries
+        )
         return self._calls.send_whole(lambda: self._send(header, (), deadline), deadline)
 
     def lookup(
         self, session: str, layers: Sequence[int], timeout_s: float | None
     ) -> list[AttendEntry]:
         """Says where entries stand."""
-        request = pb.AttendLookupRequest(session=session, layers=layers)
+        request = pb.AttendLookupRequest(session=text("session", session), layers=layers)
         answer = self._calls.ask("attend_lookup", request, self._routes.of(session), timeout_s)
         if [entry.layer for entry in answer.entries] != list(layers):
             raise BadAnswer(f"{len(answer.entries)} answers about {len(layers)} layers")
@@ -149,13 +152,14 @@ class Attending:
 
     def drop(self, session: str, layer: int | None, timeout_s: float | None) -> int:
         """Forgets entries."""
-        request = pb.AttendDropRequest(session=session, layer=layer)
+        request = pb.AttendDropRequest(session=text("session", session), layer=layer)
         answer = self._calls.once("attend_drop", request, self._routes.of(session), timeout_s)
         return int(answer.dropped_count)
 
     def ask(self, request: pb.AttendQueryRequest, timeout_s: float | None) -> Answer:
         """Answers a query."""
-        deadline = self._calls.unary_deadline(timeout_s)
+        # Whoever asks can do without: a server that is away is not waited for.
+        deadline = self._calls.unary_deadline(timeout_s, tries=TRIES_MAX)
         message = retried(lambda: self._exchange(request, deadline), deadline)
         heads, head_dim = request.heads, request.head_dim
         if len(message.data) != len(request.data):
@@ -477,7 +481,7 @@ class Query:
         self.queries = array.shape[1] if array.ndim == 3 else 1
         try:
             self.message = pb.AttendQueryRequest(
-                session=session,
+                session=text("session", session),
                 layer=layer,
                 heads=array.shape[0],
                 head_dim=array.shape[-1],
@@ -531,9 +535,7 @@ class Query:
 def _f32(field: str, array: Array) -> np.ndarray:
     """Returns an array as contiguous float32; evaluates MLX's."""
     if not isinstance(array, np.ndarray) and type(array).__module__.startswith("mlx."):
-        import mlx.core as mx
-
-        array = array.astype(mx.float32)  # NumPy does not know bfloat16
+        array = array.astype(mlx_core().float32)  # NumPy does not know bfloat16
     try:
         return np.ascontiguousarray(array, "<f4")
     except (ValueError, TypeError) as error:

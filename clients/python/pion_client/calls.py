@@ -4,14 +4,17 @@ Knows deadlines, watchdogs and what may be tried again; not what the messages sa
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 
-from pion_client.arrays import Rows
+from pion_client.arrays import Rows, invalid
 from pion_client.connection import (
     STREAM_TIMEOUT_S,
+    TRIES_ENDLESS,
     TRIES_MAX,
     Connection,
     Deadline,
@@ -31,25 +34,32 @@ class Calls:
 
     def __init__(self, connection: Connection, timeout_s: float, stall_timeout_s: float) -> None:
         self.connection = connection
-        self.timeout_s = timeout_s
-        self.stall_timeout_s = stall_timeout_s
+        self.timeout_s = _positive("timeout_s", timeout_s)
+        self.stall_timeout_s = _positive("stall_timeout_s", stall_timeout_s)
 
-    def unary_deadline(self, timeout_s: float | None) -> Deadline:
-        """Returns the deadline of a call with one answer."""
-        return Deadline(self.timeout_s if timeout_s is None else timeout_s)
+    def unary_deadline(self, timeout_s: float | None, tries: int | None = None) -> Deadline:
+        """Returns the deadline of a call with one answer; raises InvalidRequest if it is none."""
+        return _deadline(timeout_s, self.timeout_s, tries)
 
-    def stream_deadline(self, timeout_s: float | None) -> Deadline:
-        """Returns the deadline of a stream."""
-        return Deadline(STREAM_TIMEOUT_S if timeout_s is None else timeout_s)
+    def stream_deadline(self, timeout_s: float | None, tries: int | None = None) -> Deadline:
+        """Returns the deadline of a stream; raises as `unary_deadline` does."""
+        return _deadline(timeout_s, STREAM_TIMEOUT_S, tries)
 
     def once(self, method: str, request: Any, route: str, timeout_s: float | None) -> Any:
         """Makes a call with one answer, once."""
-        return self._call(method, request, route, self.unary_deadline(timeout_s))
+        return self.call(method, request, route, self.unary_deadline(timeout_s))
 
-    def ask(self, method: str, request: Any, route: str, timeout_s: float | None) -> Any:
+    def ask(
+        self,
+        method: str,
+        request: Any,
+        route: str,
+        timeout_s: float | None,
+        tries: int | None = None,
+    ) -> Any:
         """Makes a call with one answer that changes nothing, so that it may be tried again."""
-        deadline = self.unary_deadline(timeout_s)
-        return retried(functools.partial(self._call, method, request, route, deadline), deadline)
+        deadline = self.unary_deadline(timeout_s, tries)
+        return retried(functools.partial(self.call, method, request, route, deadline), deadline)
 
     def send(
         self,
@@ -91,13 +101,15 @@ class Calls:
 
     def send_whole(self, send: Callable[[], Answer], deadline: Deadline) -> Answer:
         """Repeats a stream that is idempotent as a whole, where only the transport failed."""
-        for attempt in range(1, TRIES_MAX):
+        for attempt in itertools.count(1):
             try:
                 return send()
             except Unavailable as error:
-                if not error.from_transport or not pause(error, attempt, deadline):
+                # To a caller with time, a server that restarts is one that is not there yet.
+                waits = error.from_transport or deadline.tries == TRIES_ENDLESS
+                if not waits or not pause(error, attempt, deadline):
                     raise
-        return send()
+        raise AssertionError("the loop ends by itself")
 
     def receive(
         self,
@@ -121,10 +133,26 @@ class Calls:
                     watchdog.touch()
                     take(message)
 
-    def _call(self, method: str, request: Any, route: str, deadline: Deadline) -> Any:
+    def call(self, method: str, request: Any, route: str, deadline: Deadline) -> Any:
+        """Makes a call with one answer, once, within what is left of a deadline."""
         with self.connection.calling() as stubs:
             return getattr(stubs, method)(
                 request,
                 timeout=deadline.remaining_s,
                 metadata=self.connection.metadata(route),
             )
+
+
+def _deadline(timeout_s: float | None, default_s: float, tries: int | None) -> Deadline:
+    """Returns a deadline: one that the caller gave is used up before a server is given up."""
+    if tries is not None and tries < 1:
+        raise invalid("tries", f"{tries} is less than once")
+    if timeout_s is None:
+        return Deadline(default_s, tries or TRIES_MAX)
+    return Deadline(_positive("timeout_s", timeout_s), tries or TRIES_ENDLESS)
+
+
+def _positive(field: str, seconds: float) -> float:
+    if not 0 < seconds < math.inf:  # NaN neither
+        raise invalid(field, f"{seconds} is no number of seconds above 0")
+    return seconds

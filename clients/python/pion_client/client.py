@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 
 from pion_client import answers
-from pion_client.arrays import Rows, invalid, rows_of, tensor_rows
+from pion_client.arrays import Rows, invalid, mlx_core, rows_of, tensor_rows, text
 from pion_client.attend import Attending, AttendMixin
 from pion_client.calls import Calls
 from pion_client.connection import Connection, retried
@@ -64,11 +64,12 @@ class Client(AttendMixin):
         verify: check every page of those files against its checksum first.
         tenant, password: who asks; by default PION_TENANT and PION_PASSWORD of the environment.
         timeout_s: how long a call may take, what is tried again included; streams have their own.
+            A read or a store is tried three times; with a `timeout_s` of its own until that is over.
         stall_timeout_s: how long a stream may make no progress.
         fetch_bytes_max: more than this is refused before memory is allocated.
 
     Raises:
-        ValueError: the address is none.
+        ValueError: the address, or a time, is none.
     """
 
     def __init__(
@@ -151,7 +152,8 @@ class Client(AttendMixin):
             parts: opaque pieces that belong to it.
             progress: called with (bytes sent, bytes in all), on another thread. If it raises, the
                 store is abandoned and the exception is raised here.
-            timeout_s: for everything; by default an hour.
+            timeout_s: for everything; by default an hour. If given, a server that restarts meanwhile
+                is waited for, and everything sent anew.
 
         Raises:
             InvalidRequest: something does not fit together; nothing was sent, or nothing kept.
@@ -164,15 +166,15 @@ class Client(AttendMixin):
         """
         if namespace == "":
             raise invalid("namespace", "is empty; None derives one")
-        packed = _packed(token_ids)
+        packed = _some(token_ids)
         tensors = rows_of(layers or (), slots)
         layout = _layout_of(tensors, len(packed) // 4 - base)
         header = pb.PrefixStoreStoreHeader(
-            namespace=namespace or "",
-            model_id=model,
+            namespace=text("namespace", namespace or ""),
+            model_id=text("model", model),
             token_ids=packed,
             layout=layout_to_message(layout) if layers is not None else None,
-            parent_namespace=parent or "",
+            parent_namespace=text("parent", parent or ""),
             base=base,
             replace=replace,
             durability=_durability(durability),
@@ -229,7 +231,7 @@ class Client(AttendMixin):
         side = _side(side)
         tensor = tensor_rows("rows", slot, side, rows)
         header = pb.PrefixStoreWriteRowsHeader(
-            namespace=namespace,
+            namespace=text("namespace", namespace),
             slot=slot,
             side=_SIDES[side],
             first_row=first_row,
@@ -267,9 +269,9 @@ class Client(AttendMixin):
             LayoutDiffers: the name is stored with another layout.
         """
         request = pb.PrefixStoreRegisterRequest(
-            namespace=namespace,
+            namespace=text("namespace", namespace),
             layout=layout_to_message(layout),
-            model_id=model,
+            model_id=text("model", model),
             table=_table(table),
             prefill_ms=prefill_ms,
         )
@@ -288,6 +290,7 @@ class Client(AttendMixin):
         fidelities: Sequence[str] = (),
         part_kinds: Sequence[str] = (),
         timeout_s: float | None = None,
+        tries: int | None = None,
     ) -> Match:
         """Finds the longest stored prefix of a token sequence.
 
@@ -299,10 +302,12 @@ class Client(AttendMixin):
             fidelities: which may answer; by default only "raw", what was stored without loss.
             part_kinds: parts that are needed at the boundary.
             timeout_s: instead of the client's.
+            tries: how often a server that cannot be reached is tried in all; by default three times, or
+                until `timeout_s` if that is given.
         """
-        packed = _packed(token_ids)
+        packed = _some(token_ids)
         request = pb.PrefixStoreMatchRequest(
-            model_id=model,
+            model_id=text("model", model),
             token_ids=packed,
             fidelities=fidelities,
             min_tokens=min_tokens,
@@ -310,7 +315,7 @@ class Client(AttendMixin):
             part_kinds=part_kinds,
         )
         route = route_key(self._tenant, model, packed)
-        match = answers.match(self._calls.ask("match", request, route, timeout_s))
+        match = answers.match(self._calls.ask("match", request, route, timeout_s, tries))
         if match.hit:
             self._routes.remember(match.namespace, route)
             self._routes.remember(match.lease_id, route)
@@ -327,6 +332,7 @@ class Client(AttendMixin):
         restored_tokens: int | None = None,
         restored_prefill_ms: float | None = None,
         timeout_s: float | None = None,
+        tries: int | None = None,
     ) -> Lookup:
         """Says what is stored under a name, and whether it is what is expected.
 
@@ -337,11 +343,12 @@ class Client(AttendMixin):
             restored_tokens, restored_prefill_ms: for the receipt, where the caller restored rows by
                 other means than `fetch`.
             timeout_s: instead of the client's.
+            tries: as for `match`.
         """
-        packed = b"" if token_ids is None else _packed(token_ids)
+        packed = b"" if token_ids is None else _some(token_ids)
         query = pb.PrefixStoreLookupRequest.Query(
-            namespace=namespace,
-            model_id=model or "",
+            namespace=text("namespace", namespace),
+            model_id=text("model", model or ""),
             token_ids=packed,
             layout=layout_to_message(layout) if layout is not None else None,
             restored_tokens=restored_tokens,
@@ -351,7 +358,7 @@ class Client(AttendMixin):
         route = self._routes.of(namespace)
         if model and packed:
             route = route_key(self._tenant, model, packed)
-        lookup = answers.lookup(self._calls.ask("lookup", request, route, timeout_s))
+        lookup = answers.lookup(self._calls.ask("lookup", request, route, timeout_s, tries))
         if lookup.hit:
             self._routes.remember(namespace, route)
             self._routes.remember(lookup.lease_id, route)
@@ -364,7 +371,9 @@ class Client(AttendMixin):
             prefix: only names that begin with it.
             timeout_s: for each page, instead of the client's.
         """
-        request = pb.PrefixStoreListRequest(page_size=limits.NAMES_MAX, namespace_prefix=prefix)
+        request = pb.PrefixStoreListRequest(
+            page_size=limits.NAMES_MAX, namespace_prefix=text("prefix", prefix)
+        )
         while True:
             page = self._calls.ask("list_page", request, prefix, timeout_s)
             yield from map(answers.prefix_info, page.prefixes)
@@ -374,7 +383,7 @@ class Client(AttendMixin):
 
     def blocks(self, namespace: str, *, timeout_s: float | None = None) -> BlockTable | None:
         """Returns the table that was registered with a prefix; None if there is none."""
-        request = pb.PrefixStoreBlocksRequest(namespace=namespace)
+        request = pb.PrefixStoreBlocksRequest(namespace=text("namespace", namespace))
         answer = self._calls.ask("blocks", request, self._routes.of(namespace), timeout_s)
         return answers.block_table(answer.table) if answer.known else None
 
@@ -399,7 +408,7 @@ class Client(AttendMixin):
             packed = pack_hashes(hashes)
         except ValueError as error:
             raise invalid("hashes", str(error)) from error
-        request = pb.PrefixStoreMembershipRequest(namespaces=namespaces, hashes=packed)
+        request = pb.PrefixStoreMembershipRequest(namespaces=_names(namespaces), hashes=packed)
         route = self._routes.of(namespaces[0] if namespaces else "")
         results = self._calls.ask("membership", request, route, timeout_s).results
         if len(results) != len(namespaces):
@@ -422,6 +431,7 @@ class Client(AttendMixin):
         part_kinds: Sequence[str] = (),
         progress: Progress | None = None,
         timeout_s: float | None = None,
+        tries: int | None = None,
     ) -> Prefix | None:
         """Brings a prefix back, whole and with the bits that were stored; None is a miss.
 
@@ -437,19 +447,24 @@ class Client(AttendMixin):
             as_mlx: MLX arrays, evaluated, instead of NumPy's.
             part_kinds: kinds of parts to bring along, those at the last row.
             progress: called with (bytes here, bytes in all); if it raises, the fetch is abandoned.
-            timeout_s: for everything; by default an hour, as long as it makes progress.
+            timeout_s: for everything; by default an hour, as long as it makes progress. If given, a
+                server that restarts meanwhile is waited for.
+            tries: as for `match`, in a row without anything coming.
 
         Raises:
             RowsOutOfRange: the prefix has fewer rows.
+            Forked: MLX arrays are wanted in a process forked from one that has imported MLX.
             BadAnswer: the server announced more than `fetch_bytes_max`, or contradicted itself.
             Unavailable, DeadlineExceeded: the server cannot be reached, or not in time.
         """
         if (namespace is None) == (not lease_id):
             raise invalid("namespace", "either a namespace or a lease_id is needed")
+        if as_mlx:
+            mlx_core()  # before anything is asked for
         asked = pb.PrefixStoreFetchRequest(
-            namespace=namespace or "",
+            namespace=text("namespace", namespace or ""),
             lease_id=lease_id,
-            rows=types_pb2.RowRange(begin=rows[0], end=rows[1]) if rows else None,
+            rows=_row_range(rows) if rows is not None else None,
             slots=slots or (),
             part_kinds=part_kinds,
         )
@@ -459,7 +474,7 @@ class Client(AttendMixin):
                 as_mlx=as_mlx,
                 progress=progress,
                 route=self._routes.of(lease_id or namespace or ""),
-                deadline=self._calls.stream_deadline(timeout_s),
+                deadline=self._calls.stream_deadline(timeout_s, tries),
             )
         except (NotStored, DataCorrupt):
             return None
@@ -492,7 +507,10 @@ class Client(AttendMixin):
         except ValueError as error:
             raise invalid("rows", "row numbers are integers of 0 to 999,999") from error
         request = pb.PrefixStoreReadRowsRequest(
-            namespace=namespace, slot=slot, side=_SIDES[_side(side)], rows=numbers
+            namespace=text("namespace", namespace),
+            slot=slot,
+            side=_SIDES[_side(side)],
+            rows=numbers,
         )
         deadline = self._calls.unary_deadline(timeout_s)
         route = self._routes.of(namespace)
@@ -513,7 +531,7 @@ class Client(AttendMixin):
         dropped = []
         for begin in range(0, len(namespaces), limits.NAMES_MAX):
             names = namespaces[begin : begin + limits.NAMES_MAX]
-            request = pb.PrefixStoreDropRequest(namespaces=names)
+            request = pb.PrefixStoreDropRequest(namespaces=_names(names))
             answer = self._calls.once("drop", request, self._routes.of(names[0]), timeout_s)
             if len(answer.results) != len(names):
                 raise BadAnswer(f"{len(answer.results)} answers about {len(names)} names")
@@ -522,7 +540,7 @@ class Client(AttendMixin):
 
     def save(self, *namespaces: str, timeout_s: float | None = None) -> int:
         """Seals live prefixes (all, if none is named); returns how many were sealed."""
-        request = pb.PrefixStoreSaveRequest(namespaces=namespaces)
+        request = pb.PrefixStoreSaveRequest(namespaces=_names(namespaces))
         route = self._routes.of(namespaces[0] if namespaces else "")
         return int(self._calls.once("save", request, route, timeout_s).sealed_count)
 
@@ -532,19 +550,23 @@ class Client(AttendMixin):
 
     def snapshot(self, namespace: str, *, timeout_s: float | None = None) -> int:
         """Remembers how many rows each tensor of a live prefix has; returns the snapshot's id."""
-        request = pb.PrefixStoreSnapshotRequest(namespace=namespace)
+        request = pb.PrefixStoreSnapshotRequest(namespace=text("namespace", namespace))
         answer = self._calls.once("snapshot", request, self._routes.of(namespace), timeout_s)
         return int(answer.snapshot_id)
 
     def restore(self, namespace: str, snapshot_id: int, *, timeout_s: float | None = None) -> int:
         """Cuts every tensor that has grown since back to a snapshot; returns the generation."""
-        request = pb.PrefixStoreRestoreRequest(namespace=namespace, snapshot_id=snapshot_id)
+        request = pb.PrefixStoreRestoreRequest(
+            namespace=text("namespace", namespace), snapshot_id=snapshot_id
+        )
         answer = self._calls.once("restore", request, self._routes.of(namespace), timeout_s)
         return int(answer.generation)
 
     def release(self, namespace: str, snapshot_id: int, *, timeout_s: float | None = None) -> bool:
         """Forgets a snapshot and keeps the rows; says whether it was known."""
-        request = pb.PrefixStoreReleaseRequest(namespace=namespace, snapshot_id=snapshot_id)
+        request = pb.PrefixStoreReleaseRequest(
+            namespace=text("namespace", namespace), snapshot_id=snapshot_id
+        )
         answer = self._calls.once("release", request, self._routes.of(namespace), timeout_s)
         return bool(answer.released)
 
@@ -572,6 +594,25 @@ def _packed(token_ids: TokenIds) -> bytes:
     if len(packed) > 4 * limits.TOKENS_MAX:
         raise invalid("token_ids", f"{len(packed) // 4} ids exceed {limits.TOKENS_MAX}")
     return packed
+
+
+def _some(token_ids: TokenIds) -> bytes:
+    packed = _packed(token_ids)
+    if not packed:
+        raise invalid("token_ids", "there are none")
+    return packed
+
+
+def _names(namespaces: Sequence[str]) -> Sequence[str]:
+    return [text("namespaces", namespace) for namespace in namespaces]
+
+
+def _row_range(rows: tuple[int, int]) -> types_pb2.RowRange:
+    try:
+        begin, end = rows
+        return types_pb2.RowRange(begin=begin, end=end)
+    except (ValueError, TypeError) as error:
+        raise invalid("rows", f"{rows!r} is no pair of row numbers: {error}") from error
 
 
 def _layout_of(tensors: Sequence[Rows], row_count: int) -> Layout:

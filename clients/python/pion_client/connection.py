@@ -17,6 +17,7 @@ import ipaddress
 import itertools
 import os
 import random
+import sys
 import threading
 import time
 import urllib.parse
@@ -40,10 +41,13 @@ from pion_wire.v1.prefix_store_pb2_grpc import PrefixStoreStub
 from pion_wire.v1.stats_pb2_grpc import StatsStub
 
 TRIES_MAX = 3
-"""A read that brings nothing is tried this often in all."""
+"""A read that brings nothing is tried so often in all, unless its caller gave a deadline."""
+TRIES_ENDLESS = sys.maxsize
+"""Until the deadline."""
 STREAM_TIMEOUT_S = 3_600.0
 """The deadline of a stream without one of its own: 16 GiB at 5 MB/s; dead ones end sooner."""
-_PAUSE_S = 0.1
+_PAUSE_S, _PAUSES_MAX = 0.1, 10
+"""Pauses grow by the first, up to so many of it."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # The window of a stream, and its frames: what a fast network can have in flight.
@@ -63,10 +67,16 @@ _Result = TypeVar("_Result")
 
 
 class Deadline:
-    """A moment by which something must be done."""
+    """A moment by which something must be done.
 
-    def __init__(self, timeout_s: float) -> None:
+    Args:
+        timeout_s: from now.
+        tries: how often a server that cannot be reached is tried in all.
+    """
+
+    def __init__(self, timeout_s: float, tries: int = TRIES_MAX) -> None:
         self.timeout_s = timeout_s
+        self.tries = tries
         self._end = time.monotonic() + timeout_s
 
     @property
@@ -228,23 +238,32 @@ class Watchdog:
 
 
 def retried(ask: Callable[[], _Result], deadline: Deadline) -> _Result:
-    """Returns the answer to a read; asks up to `TRIES_MAX` times within the deadline."""
+    """Returns the answer to a read; asks again within the deadline, as often as that allows."""
     for attempt in itertools.count(1):
         try:
             return ask()
         except PionError as error:
-            if attempt == TRIES_MAX or not pause(error, attempt, deadline):
+            if not pause(error, attempt, deadline):
                 raise
     raise AssertionError("the loop ends by itself")
 
 
 def pause(error: PionError, attempt: int, deadline: Deadline) -> bool:
-    """Waits before a read is asked again; False if it should not be, or not in time."""
+    """Waits before a read is asked again; False if it should not be, or not in time.
+
+    Args:
+        error: what the last attempt came to.
+        attempt: how many in a row have brought nothing; 0 if this one broke off on the way.
+        deadline: of everything.
+    """
     wait_s = may_ask_again(error)
-    if wait_s is None:
+    # A server that says itself when to come back is there: it is not given up at once.
+    tries = deadline.tries if error.from_transport else max(deadline.tries, TRIES_MAX)
+    if wait_s is None or attempt >= tries:
         return False
     # Spread, so that clients do not come back in step.
-    wait_s = wait_s or _PAUSE_S * attempt * (1 + random.random() / 2)
+    pauses = min(max(attempt, 1), _PAUSES_MAX)
+    wait_s = wait_s or _PAUSE_S * pauses * (1 + random.random() / 2)
     if wait_s >= deadline.remaining_s:
         return False
     time.sleep(wait_s)

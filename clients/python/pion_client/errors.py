@@ -176,9 +176,9 @@ class ClientClosed(PionError):
 
 
 class Forked(PionError):
-    """The process was forked while gRPC was at work: it cannot go on in the child.
+    """The process was forked while gRPC was at work, or with MLX: it cannot go on in the child.
 
-    Start workers with `spawn` or `forkserver`, or fork before the first call.
+    Start workers with `spawn` or `forkserver`, or fork before the first call and the import of MLX.
     """
 
     reason_default = "FORKED"

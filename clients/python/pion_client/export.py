@@ -22,7 +22,7 @@ import numpy as np
 from crc32c import crc32c
 
 from pion_client import answers
-from pion_client.arrays import Layers, MlxDestination, NumpyDestination, layers_of
+from pion_client.arrays import Layers, MlxDestination, NumpyDestination, layers_of, mlx_core
 from pion_client.fetching import Announced, Progress, parts_of
 from pion_client.values import Array, Part
 from pion_wire import limits
@@ -184,8 +184,7 @@ class Exported:
         return bool(self._extents) and used >= held * _MOSTLY
 
     def _load_mlx(self) -> dict[TensorLayout, Array]:
-        import mlx.core as mx
-
+        mx = mlx_core()
         try:
             files = [
                 mx.load(f"/dev/fd/{extent.descriptor}", format="safetensors")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pion_client.arrays import Layers
 from pion_client.calls import Calls
-from pion_client.connection import TRIES_MAX, Deadline, pause
+from pion_client.connection import TRIES_MAX, Deadline, pause, retried
 from pion_client.errors import BadAnswer, GenerationDiffers, NotStored, NotSupported, PionError
 from pion_client.export import LEASE_MS, CannotExport, Exported
 from pion_client.fetching import Announced, DamagedChunk, Progress, Reception
@@ -68,9 +68,14 @@ class Lanes:
             rows=asked.rows if asked.HasField("rows") else None,
             lease_ms=LEASE_MS,
         )
-        timeout_s = min(self._calls.timeout_s, deadline.remaining_s)
+
+        def ask() -> pb.PrefixStoreExportResponse:
+            once = Deadline(min(self._calls.timeout_s, deadline.remaining_s))
+            answer: pb.PrefixStoreExportResponse = self._calls.call("export", request, route, once)
+            return answer
+
         try:
-            answer = self._calls.ask("export", request, route, timeout_s)
+            answer = retried(ask, deadline)
         except NotSupported as error:
             raise CannotExport(f"the server does not export: {error}", lasting=True) from error
         except NotStored as error:  # or its rows are in no segment yet: the stream decides
@@ -106,10 +111,8 @@ class Lanes:
             except PionError as error:
                 if reception.ended():
                     break  # only the end of the stream was lost
-                fruitless = 1 if reception.done_bytes > before else fruitless + 1
-                if fruitless == TRIES_MAX or not self._resumes(
-                    reception, error, fruitless, deadline
-                ):
+                fruitless = 0 if reception.done_bytes > before else fruitless + 1
+                if not self._resumes(reception, error, fruitless, deadline):
                     raise
         if reception.announced is None:
             return None
@@ -137,8 +140,10 @@ class Lanes:
         """Gets ready to ask for the rest, if there is a point in it."""
         if isinstance(error, GenerationDiffers) and reception.announced is not None:
             reception.restart()  # another prefix has taken the name meanwhile: that one, then
-            return True
-        return isinstance(error, DamagedChunk) or pause(error, attempt, deadline)
+            return attempt < TRIES_MAX
+        if isinstance(error, DamagedChunk):
+            return attempt < TRIES_MAX
+        return pause(error, attempt, deadline)
 
 
 def _prefix(
