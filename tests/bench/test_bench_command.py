@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from pion_grpc.cli.bench import ROWS, Entry, command, texts
+from pion_grpc.cli.bench import ROWS, Entry, command, first_token, texts
 from pion_grpc.cli.bench.measuring import Context, Workload
+from pion_grpc.cli.bench.models import Sizes
 from pion_grpc.cli.bench.results import Report, Result, Row, Samples
 from pion_grpc.cli.bench.workload import requests
 from pion_grpc.cli.main import main
@@ -39,6 +40,11 @@ def redis(context: Context) -> list[Result]:
     from pion_grpc.cli.bench.transfer import redis
 
     return redis(context)
+
+
+def tiny(context: Context) -> list[Result]:
+    sizes = Sizes(layers=2, hidden=64, heads=4, kv_heads=2)
+    return first_token.measured(context, sizes, (300,))
 
 
 def run(path, *names: str) -> tuple[Report, bool]:
@@ -73,6 +79,18 @@ def test_a_missing_peer_is_not_a_failure_and_says_how_to_get_it(tmp_path, monkey
     (result,) = measured.rows[0].results
     assert (failed, result.verdict) == (False, "not measured")
     assert result.note == "redis-server is not installed: apt-get install redis-server"
+
+
+@pytest.mark.model
+def test_no_way_to_a_first_token_gives_another_token(tmp_path):
+    measured, failed = run(tmp_path / "r.json", "tiny")
+    assert not failed, measured.rows[0].results[0].note
+    assert [result.ours.name for result in measured.rows[0].results] == [
+        "export",
+        "stream",
+        "export",
+    ]
+    assert measured.rows[0].results[-1].note == "3 of 3 agree with cold"
 
 
 def test_no_row_is_without_a_function():

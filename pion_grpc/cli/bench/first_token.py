@@ -32,15 +32,16 @@ COLD_ROUNDS = {"real": 2, "random": 1}
 def real(context: Context) -> list[Result]:
     """The real model."""
     lengths = REAL_TOKENS[:2] if context.quick else REAL_TOKENS
-    return _measured(context, None, lengths)
+    return measured(context, None, lengths)
 
 
 def random(context: Context) -> list[Result]:
     """A small random model, where cold prefills of long prompts end in time."""
-    return _measured(context, RANDOM, RANDOM_TOKENS[:1] if context.quick else RANDOM_TOKENS)
+    return measured(context, RANDOM, RANDOM_TOKENS[:1] if context.quick else RANDOM_TOKENS)
 
 
-def _measured(context: Context, sizes: Sizes | None, lengths: tuple[int, ...]) -> list[Result]:
+def measured(context: Context, sizes: Sizes | None, lengths: tuple[int, ...]) -> list[Result]:
+    """Prompts of these lengths with the real model, or with a random one of these sizes."""
     results = []
     with Server(context.scratch / "data") as server:
         files = {length: str(context.scratch / f"{length}.safetensors") for length in lengths}

@@ -190,23 +190,29 @@ def export(context: Context) -> list[Result]:
 
 def memory(context: Context) -> list[Result]:
     """The server's memory beyond what is stored, with many concurrent fetches."""
-    growths = []
     rounds = 2 if context.quick else 3
-    with context.waiting(f"{FETCHERS} concurrent fetches", rounds) as advance:
+    stored, fresh = [], []
+    with context.waiting(f"{FETCHERS} concurrent fetches", 2 * rounds) as advance:
         for number in range(rounds):
-            with Server(context.scratch / f"data{number}") as server:
+            directory = context.scratch / f"data{number}"
+            with Server(directory) as server:
                 idle = server.memory_bytes()
                 prefix = _put_large(server, quick=context.quick)
-                growths.append((_peak_while_fetching(server) - idle) / (1 << 20))
-            advance()
+                stored.append((_peak_while_fetching(server) - idle) / (1 << 20))
+                advance()
+            with Server(directory) as server:
+                idle = server.memory_bytes()
+                fresh.append((_peak_while_fetching(server) - idle) / (1 << 20))
+                advance()
     return [
         Result(
-            f"server memory over idle, {FETCHERS} concurrent fetches of {prefix.size_text}",
+            f"server memory over idle, {FETCHERS} concurrent fetches of {prefix.size_text}{after}",
             "MiB",
             Samples("server", tuple(growths)),
             bound=at_most(64, of_ratio=False),
             note=f"idle: {idle / (1 << 20):.0f} MiB",
         )
+        for after, growths in (("", fresh), (", which it took in before", stored))
     ]
 
 
