@@ -6,7 +6,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent import futures
 
+import grpc
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -677,7 +679,7 @@ def test_a_server_that_comes_back_is_not_given_up(start_server, model):
         assert_same_bits(prompt_cache.get_or_prefill(ids), prefilled(model, ids))
         assert prompt_cache.stats()["skipped"] == {"unavailable": 1}
         start_server()
-        for _ in range(100):  # the connection takes a moment to be tried anew
+        for _ in range(10_000):  # the connection takes a moment to be tried anew
             cache = prompt_cache.get_or_prefill(ids)
             if prompt_cache.stats()["hits"]:
                 break
@@ -692,6 +694,29 @@ def test_a_deadline_is_paid_once(silence, model):
             prompt_cache.get_or_prefill(tokens(40))
         reasons = prompt_cache.stats()["miss_reasons"]
     assert reasons == {"deadline_exceeded": 1, "breaker_open": 2}
+
+
+def test_a_server_that_is_away_is_asked_once_per_call(model):
+    asked = []
+
+    def away(_, call):
+        asked.append(call)
+        call.abort(grpc.StatusCode.UNAVAILABLE, "from a proxy")
+
+    handlers = {name: grpc.unary_unary_rpc_method_handler(away) for name in ("Match", "Lookup")}
+    proxy = grpc.server(futures.ThreadPoolExecutor(1))
+    proxy.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("pion.v1.PrefixStore", handlers),)
+    )
+    port = proxy.add_insecure_port("127.0.0.1:0")
+    proxy.start()
+    with PionPromptCache(model, port=port) as prompt_cache:
+        for turn in range(4):
+            prompt_cache.get_or_prefill(tokens(40), "name" if turn % 2 else None)
+        reasons = prompt_cache.stats()["miss_reasons"]
+    proxy.stop(None).wait()
+    assert reasons == {"unavailable": 3, "breaker_open": 1}
+    assert len(asked) == 3
 
 
 # Options
@@ -713,6 +738,9 @@ def test_what_is_not_there_yet_says_so_before_anything_runs(model):
         {"admission_threshold": 0},
         {"boundary_protect": -1},
         {"deadline_s": 0},
+        {"deadline_s": float("nan")},
+        {"model_id": "x" * 200},
+        {"model_id": "\ud800"},
         {"address": "a:1", "port": 2},
     ],
     ids=str,
@@ -755,6 +783,21 @@ def test_lookup_does_not_promise_what_the_next_call_does_not_keep(prompt_cache, 
     assert prompt_cache.lookup("name")
     with PionPromptCache(random_llama(seed=1), client=client) as other:
         assert not other.lookup("name")
+
+
+def test_what_another_has_stored_meanwhile_is_not_counted_as_a_store(prompt_cache, client, model):
+    ids, release = tokens(100), threading.Event()
+    with PionPromptCache(model, client=client) as other:
+        for cache in (prompt_cache, other):  # both miss, before either has stored
+            cache._behind.put(release.wait, size_bytes=0)
+            cache.get_or_prefill(ids, "same")
+        release.set()
+        for cache in (prompt_cache, other):
+            assert cache.flush(WAIT_S)
+        counted = [
+            (c.stats()["stores"], c.stats()["already_stored"]) for c in (prompt_cache, other)
+        ]
+    assert sorted(counted) == [(0, 1), (1, 0)]
 
 
 def test_no_promised_figure_is_missing(prompt_cache):

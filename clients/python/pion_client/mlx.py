@@ -30,7 +30,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from pion_client import attention, caches, identity
+from pion_client import arrays, attention, caches, identity
 from pion_client.attention import (
     PatchError,
     install_pion_attention_patch,
@@ -43,6 +43,7 @@ from pion_client.caches import Cache, CacheMismatch, Rows, UnsupportedCache
 from pion_client.client import Client
 from pion_client.errors import (
     DeadlineExceeded,
+    Forked,
     InvalidRequest,
     NotStored,
     PionError,
@@ -50,7 +51,7 @@ from pion_client.errors import (
 )
 from pion_client.identity import model_id
 from pion_client.residency import AttendByNamespace, Kept, NotResident, Residency, Session
-from pion_client.values import Lookup, Prefix, PrefixInfo
+from pion_client.values import Lookup, Prefix, PrefixInfo, Stored
 from pion_wire import blocks, limits
 from pion_wire.layout import Layout
 
@@ -177,6 +178,7 @@ class PionPromptCache(AttendByNamespace):
     Raises:
         NotImplementedError: for what this version does not do: lossy `vquant`, `boundary_protect`.
         ValueError: for values that make no sense.
+        Forked: in a process forked from one that uses MLX; all methods raise it there.
         TypeError: `model_id` is needed, because the model's arguments have no JSON.
     """
 
@@ -197,7 +199,9 @@ class PionPromptCache(AttendByNamespace):
         client: Client | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
+        arrays.mlx_core()
         _check_options(vquant, boundary_protect, admission_threshold, deadline_s)
+        _check_model_id(model_id)
         where = _address(address, host, port, given=client is not None)
         self._model = model
         self._model_id = model_id
@@ -290,8 +294,9 @@ class PionPromptCache(AttendByNamespace):
         """What happened so far, in this object.
 
         `hits` are calls that were served at least one row, `misses` all others, by reason in
-        `miss_reasons`. `skipped` counts what was not stored, by reason; `stored_whole` what was stored
-        with rows that a parent has already, by reason. Times are milliseconds: `fetch_ms_total` until
+        `miss_reasons`. `stores` counts what this object wrote, `already_stored` what others had written
+        meanwhile. `skipped` counts what was not stored, by reason; `stored_whole` what was stored with
+        rows that a parent has already, by reason. Times are milliseconds: `fetch_ms_total` until
         the rows are in the cache, `store_ms_total` on the thread behind. `lane` is how the last hit
         came, "export" (files of the same host) or "stream", and `lane_reason` why it was streamed; once
         attention has run over a prefix of `make_pion_prompt_cache`, it says where: "in-process", or on
@@ -309,6 +314,7 @@ class PionPromptCache(AttendByNamespace):
             "store_ms_total": float(count("store_ms")),
             "last_prefill_ms": self._tally.last_prefill_ms,
             "stores": count("stores"),
+            "already_stored": count("already_stored"),
             "admission_skips": count("admission_skips"),
             "admission_threshold": self._admission_threshold,
             "skipped": self._tally.reasons("skipped"),
@@ -382,7 +388,7 @@ class PionPromptCache(AttendByNamespace):
             token_ids = b""
         try:
             with self._answering():
-                prefix = self._client.fetch(namespace, rows=(0, token_count), as_mlx=True)
+                prefix = self._client.fetch(namespace, rows=(0, token_count), as_mlx=True, tries=1)
             ids = token_ids or (prefix.packed_token_ids if prefix else b"")
             if prefix and not _install(cache, prefix, ids, self._facts()):
                 return self._kept(cache, namespace, ids)
@@ -395,10 +401,16 @@ class PionPromptCache(AttendByNamespace):
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything queued is stored or skipped; False if that took longer."""
+        arrays.mlx_core()  # in a forked child nobody works on the queue
         return self._behind.flush(timeout_s)
 
     def close(self, timeout_s: float = EXIT_GRACE_S) -> None:
         """Finishes storing, or abandons it after so long; then closes the client it made itself."""
+        try:
+            arrays.mlx_core()
+        except Forked:  # the queue, and who works on it, are the parent's
+            self._owned.close()
+            return
         self._behind.flush(timeout_s)
         self._behind.abandon()
 
@@ -423,6 +435,7 @@ class PionPromptCache(AttendByNamespace):
         return self._known
 
     def _facts(self) -> _Facts:
+        arrays.mlx_core()
         if self._refusal:
             raise UnsupportedCache(self._refusal)
         computing, layout = self._learn()
@@ -437,6 +450,7 @@ class PionPromptCache(AttendByNamespace):
     # From the server into the cache
 
     def _restored(self, request: _Request) -> tuple[Cache, _Found]:
+        arrays.mlx_core()
         cache = make_prompt_cache(self._model)
         found = self._find(cache, request)
         self._tally.add("hits" if found.served else "misses")
@@ -503,7 +517,10 @@ class PionPromptCache(AttendByNamespace):
                 return _Found(request.token_count, prefix=named.prefix, lease_id=named.lease_id)
             return _Found(reason=reason, unstorable=reason if reason in _NAME_IS_TAKEN else "")
         match = self._client.match(
-            model=facts.model_id, token_ids=request.token_ids, timeout_s=self._deadline_s
+            model=facts.model_id,
+            token_ids=request.token_ids,
+            timeout_s=self._deadline_s,
+            tries=1,
         )
         if not match.hit or match.prefix is None:
             return _Found(reason=str(match.reason))
@@ -520,6 +537,7 @@ class PionPromptCache(AttendByNamespace):
             token_ids=token_ids,
             lease_ms=limits.LEASE_MS_DEFAULT if token_ids else 0,
             timeout_s=self._deadline_s,
+            tries=1,
         )
 
     def _fetch(self, cache: Cache, request: _Request, found: _Found, facts: _Facts) -> _Found:
@@ -530,6 +548,7 @@ class PionPromptCache(AttendByNamespace):
             rows=(0, found.served),
             as_mlx=True,
             timeout_s=self._patience_s(found),
+            tries=1,
         )
         if prefix is None:  # evicted meanwhile, or found corrupt and taken out: the name is free
             return found._replace(served=0, reason="gone")
@@ -672,8 +691,8 @@ class PionPromptCache(AttendByNamespace):
         reason = "error"
         try:
             with self._answering():
-                self._send(pending, found, rows)
-                self._tally.add("stores")
+                stored = self._send(pending, found, rows)
+                self._tally.add("already_stored" if stored.already_stored else "stores")
                 reason = ""
                 if self._stage2 and pending.request.namespace and found.facts:
                     named = self._look_up(pending.request.namespace, found.facts, None)
@@ -689,7 +708,7 @@ class PionPromptCache(AttendByNamespace):
             self._tally.add("store_ms", (time.perf_counter() - started) * 1e3)
             self._settle(pending, reason)
 
-    def _send(self, pending: _Pending, found: _Found, rows: list[Rows]) -> None:
+    def _send(self, pending: _Pending, found: _Found, rows: list[Rows]) -> Stored:
         assert found.facts is not None
         request, prefill_ms = pending
         saved_ms = _prefill_ms(found)
@@ -706,13 +725,13 @@ class PionPromptCache(AttendByNamespace):
         if found.served and not why_whole:
             own = [Rows(k[:, found.served :], v[:, found.served :]) for k, v in rows]
             try:
-                store(layers=own, parent=found.namespace, base=found.served)
-                return
+                return store(layers=own, parent=found.namespace, base=found.served)
             except NotStored:  # dropped or evicted meanwhile; all rows are here
                 why_whole = "parent_gone"
-        store(layers=rows)
+        stored = store(layers=rows)
         if why_whole:
             self._tally.because("stored_whole", why_whole)
+        return stored
 
 
 class _Tally:
@@ -789,10 +808,16 @@ def _check_options(
         raise NotImplementedError(f"vquant={vquant!r}: rows are kept raw; no lossy codec here yet")
     if vquant not in ("raw", "fp16"):
         raise ValueError(f"vquant={vquant!r} is unknown")
-    if boundary_protect < 0 or admission_threshold < 1 or deadline_s <= 0:
+    if boundary_protect < 0 or admission_threshold < 1 or not deadline_s > 0:
         raise ValueError("boundary_protect ≥ 0, admission_threshold ≥ 1 and deadline_s > 0, please")
     if boundary_protect:
         raise NotImplementedError("boundary_protect: rows are kept raw in every layer; leave it 0")
+
+
+def _check_model_id(model_id: str | None) -> None:
+    size = len(arrays.text("model_id", model_id or "").encode())
+    if size > limits.MODEL_ID_BYTES_MAX:
+        raise ValueError(f"model_id has {size} bytes; {limits.MODEL_ID_BYTES_MAX} are the most")
 
 
 def _address(address: str | None, host: str | None, port: int | None, *, given: bool) -> str:
