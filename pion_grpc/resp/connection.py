@@ -187,8 +187,12 @@ class Connection(asyncio.BufferedProtocol):
             or self.client.ending
             or self._streamed >= STREAMED_MAX
             or self._output_bytes >= REPLY_BYTES_MAX
-            or self._engine.dispatcher.services.is_paused()
+            or (self._engine.dispatcher.services.is_paused() and not self._may_end_a_pause())
         )
+
+    def _may_end_a_pause(self) -> bool:
+        command = self._dispatcher.find(self._waiting[0])
+        return command is not None and command.name == "CLIENT"
 
     def _answered_on_loop(self, request: Request, command: Command) -> bool:
         if command.where is Where.WORKER:

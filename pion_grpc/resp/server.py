@@ -139,10 +139,6 @@ class RespServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def resume(self) -> None:
-        """Ends a pause before its time."""
-        self._loop.call_soon_threadsafe(self._pause, 0)
-
     def tick(self) -> None:
         """Removes keys whose time has come: call it about once a second."""
         self.keyspace.expire()

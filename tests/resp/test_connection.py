@@ -1,5 +1,6 @@
 """Connections: what was asked is answered in order, and nobody waits for somebody else."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -7,9 +8,13 @@ from collections.abc import Callable
 import psutil
 import pytest
 import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pion_grpc.core.access import Access
 from pion_grpc.errors import CannotStart
+from pion_grpc.resp.commands.table import COMMANDS
+from tests.conftest import ServerProcess
 from tests.resp.conftest import Resp
 from tests.resp.wire import Refused, Wire, encoded, fields
 
@@ -209,12 +214,14 @@ def test_client_list_shows_who_is_there_and_kill_ends_them(resp: Resp) -> None:
 
 def test_a_pause_holds_everybody_and_ends(resp: Resp) -> None:
     wire, other = resp.connect(), resp.connect()
+    assert wire("CLIENT", "PAUSE", "1") == "OK"
+    assert other("PING") == "PONG"
     assert wire("CLIENT", "PAUSE", "100000") == "OK"
     other.send("PING")
     other.socket.settimeout(0.1)
     with pytest.raises(TimeoutError):
         other.socket.recv(1)
-    resp.server.resume()  # as UNPAUSE does, which a paused server does not execute
+    assert wire("CLIENT", "UNPAUSE") == "OK"
     other.socket.settimeout(10)
     assert other.socket.recv(7) == b"+PONG\r\n"
 
@@ -386,3 +393,52 @@ def test_stopping_answers_what_has_come(start_resp: Callable[..., Resp]) -> None
         wire("PING")
     again = start_resp()
     assert again.connect()("GET", "k") == b"v"
+
+
+WORDS = st.one_of(
+    st.binary(max_size=40),
+    st.sampled_from([c.name.encode() for c in COMMANDS]),
+    st.integers(-(2**70), 2**70).map(lambda n: b"%d" % n),
+    st.sampled_from([b"RANGE", b"BATCH", b"FMT", b"NATIVE", b"SCHEMA", b"BLOCKS", b"WITHSCORES"]),
+)
+FRAMES = st.one_of(
+    st.lists(WORDS, min_size=1, max_size=9).map(lambda words: encoded(*words)),
+    st.binary(max_size=60),
+    st.sampled_from([b"*3\r\n$3\r\n", b"$5\r\nhello\r\n", b"*1\r\n$900000000\r\n", b"\xff" * 30]),
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(frames=st.lists(FRAMES, max_size=12), step=st.sampled_from([1, 7, 100_000]))
+def test_no_bytes_kill_the_server_or_somebody_elses_connection(
+    resp: Resp, frames: list[bytes], step: int
+) -> None:
+    hostile = socket.socket(socket.AF_UNIX)
+    hostile.settimeout(10)
+    hostile.connect(resp.address.removeprefix("unix:"))
+    data = b"".join(frames)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for start in range(0, len(data), step):
+            hostile.sendall(data[start : start + step])
+    hostile.close()
+    other = resp.connect()
+    other("CLIENT", "UNPAUSE")
+    assert other("PING") == "PONG"
+    other.close()
+
+
+def test_memory_follows_what_came_and_not_what_was_announced(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server("--resp", "127.0.0.1:0")
+    first = Wire(server.ready["resp"])
+    assert first("PING") == "PONG"
+    before = server.rss_bytes
+    liars = [Wire(server.ready["resp"]) for _ in range(64)]
+    for liar in liars:
+        liar.socket.sendall(b"*2\r\n$3\r\nSET\r\n$536870912\r\n" + bytes(1_000))
+    assert first("PING") == "PONG"
+    assert server.rss_bytes - before < 64 << 20, "32 GiB were announced, 64 KB came"
+    for liar in liars:
+        liar.close()
+    first.close()
