@@ -140,7 +140,8 @@ class PrefixStore:
         self.directory = directory
         self.ledger = ledger or Ledger()
         files = files or Files()
-        self._catalog = Catalog(directory.catalog, files)
+        with directory.alone():
+            self._catalog = Catalog(directory.catalog, files)
         self.space = Space(directory, self._catalog, files, budget_bytes, tenant_budget_bytes)
         boot = boot or boot_id()
         self._recovery = Recovery(directory, self._catalog, self.space, boot)

@@ -15,6 +15,7 @@ it, so what a dead process left behind is known by its name, and only a process 
 one's lock may remove it. Knows no keys and no rows.
 """
 
+import contextlib
 import fcntl
 import os
 import re
@@ -77,6 +78,16 @@ class DataDirectory:
         """Gives the lock back."""
         (self.run / f"{self.instance}.lock").unlink(missing_ok=True)
         os.close(self._lock)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until nobody else opens the directory: SQLite refuses two who change a journal's mode."""
+        descriptor = os.open(self.run / "opening", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def live_instances(self) -> set[str]:
         """Returns the instances that have a lock file; whoever has none is gone for certain."""
