@@ -124,7 +124,7 @@ def test_a_server_that_is_killed_harms_nothing_that_another_stores(start: Start)
     with Wire(alive.address) as one, Wire(dying.address) as other:
         mine = Halfway(one, Sample("two/alive", 1_000, LARGE))
         lost = Halfway(other, Sample("two/lost", 1_000, LARGE))
-        assert len(os.listdir(alive.directory / "segments")) == 2
+        eventually(lambda: len(os.listdir(alive.directory / "segments")) == 2)
         dying.kill()
         assert isinstance(lost.finish(), grpc.RpcError)
         assert one.names() == [], "neither is complete"
