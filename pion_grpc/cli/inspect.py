@@ -121,6 +121,8 @@ def _server_rows(server: Description) -> "list[tuple[str, str]]":
         rows.insert(5, ("per tenant", f"at most {size(server.tenant_budget_bytes)}"))
     if server.attend_backend:
         rows.append(("attend entries", f"{server.attend_warm:,} warm, {server.attend_cold:,} cold"))
+        moved = f"{server.attend_demotions:,} demotions, {server.attend_rehydrates:,} rehydrates"
+        rows.append(("since the start", moved))
     return rows
 
 

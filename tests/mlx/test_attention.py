@@ -21,7 +21,7 @@ from pion_client.mlx import (
     make_pion_prompt_cache,
     uninstall_pion_attention_patch,
 )
-from pion_client.residency import Kept, Residency
+from pion_client.residency import Kept, NotResident, Residency
 from pion_grpc.backends import Dense
 from pion_grpc.backends.reference import attend as reference
 from pion_grpc.cli.decode import greedy
@@ -297,11 +297,56 @@ def test_other_tokens_under_a_name_do_not_meet_rows_at_hand(client, model):
         assert prompt_cache.stats()["miss_reasons"]["tokens_differ"] == 1
 
 
+def test_rows_of_other_weights_are_not_at_hand_any_more(client, model):
+    changing = random_llama(seed=5)
+    with begun(changing, client) as prompt_cache:
+        changing.model.layers[0].self_attn.k_proj.weight[0] = 1.0
+        cache = prompt_cache.get_or_prefill(IDS, "prefix")
+        assert greedy(changing, QUESTION, cache, 20).ids == alone(changing, count=20)
+        cache = make_pion_prompt_cache(changing, "prefix", prompt_cache, len(IDS))
+        assert greedy(changing, QUESTION, cache, 20).ids == alone(changing, count=20)
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_name_that_others_use_for_other_tokens_is_not_attended_to(
+    client, model, monkeypatch, elsewhere
+):
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", str(int(elsewhere)))
+    others = tokens(150, seed=7)
+    with (
+        begun(model, client, others),
+        PionPromptCache(model, client=client, stage2=True) as mine,
+    ):
+        mine.get_or_prefill(IDS, "prefix")
+        cache = make_pion_prompt_cache(model, "prefix", mine, len(IDS))
+        assert greedy(model, QUESTION, cache, 20).ids == alone(model, count=20)
+
+
+def test_a_prefix_that_grows_does_not_change_what_is_written(client, served, model):
+    with begun(model, client) as prompt_cache:
+        cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS))
+        session = prompt_cache.residency.session_of("prefix")
+        more = np.ones((2, 8, 16), np.float32)
+
+        def grow():
+            for slot in range(2):
+                for side in "kv":
+                    client.write_rows("prefix", slot=slot, side=side, first_row=150, rows=more)
+            other = PionPromptCache(model, client=client)
+            assert other.warm("prefix") == 2
+            assert other.residency.session_of("prefix") != session
+            assert client.attend_lookup(session, [0])[0].rows == 150
+            client.attend_drop(session)
+
+        assert interrupted(model, cache, 10, grow) == by_hand(model, 10)
+        assert prompt_cache.stats()["attend"]["reason"] == "not_resident"
+
+
 def test_kept_rows_do_not_exceed_their_budget(client):
     residency = Residency(client, kept_bytes_max=2_500)
 
     def kept(size):
-        rows = attention.Kept(b"\0" * 4, [_Sized(size)])
+        rows = Kept("", b"\0" * 4, [_Sized(size)])
         assert rows.size_bytes == size
         return rows
 
@@ -330,7 +375,7 @@ def test_a_part_of_a_prefix_is_attended_to_here(client, served, model):
         cache = make_pion_prompt_cache(model, "prefix", prompt_cache, 70)
         assert greedy(model, QUESTION, cache, 20).ids == alone(model, IDS[:70], 20)
         assert prompt_cache.stats()["attend"]["reason"] == "not_resident"
-        with pytest.raises(NotStored):
+        with pytest.raises(NotResident, match="150 tokens, not 151"):
             make_pion_prompt_cache(model, "prefix", prompt_cache, 151)
 
 
@@ -398,7 +443,7 @@ def test_a_server_that_dies_costs_a_prefill_and_no_token(start_server, served, m
     with Client(server.address) as client, begun(model, client) as prompt_cache:
         cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS))
         # What was at hand is not: as in a process that has not prefilled it.
-        prompt_cache.residency.keep("prefix", Kept(b"", []))
+        prompt_cache.residency.keep("prefix", Kept("", b"", []))
         assert interrupted(model, cache, 10, server.kill) == by_hand(model, 10)
         stats = prompt_cache.stats()
         assert (stats["lane"], stats["attend"]["reason"]) == ("in-process", "unavailable")

@@ -1,6 +1,9 @@
 """Every method of Attend over the wire, asked as a stranger would who has only the protos."""
 
 import contextlib
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -724,8 +727,9 @@ def test_a_sender_that_reads_nothing_does_not_fill_the_server(
         call.cancel()
 
 
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_cancelled_streams_leave_neither_memory_nor_places_behind(
-    start_server: Callable[..., ServerProcess],
+    start_server: Callable[..., ServerProcess], count: int
 ) -> None:
     server = start_server("--streams-max", "4")
     with AttendWire(server.address) as wire:
@@ -760,7 +764,7 @@ def test_cancelled_streams_leave_neither_memory_nor_places_behind(
 
         batch(300)
         before = server.rss_bytes
-        batch(1_000)
+        batch(count)
         assert server.rss_bytes - before < 8 << 20
         # All four places are free again.
         gates = [threading.Event() for _ in range(4)]
@@ -782,6 +786,74 @@ def test_cancelled_streams_leave_neither_memory_nor_places_behind(
         eventually(all_open)
         for gate in gates:
             gate.set()
+
+
+HOLDING = """
+    import sys, threading
+    from tests.server.test_attend import AttendWire, normal, pb, query
+
+    def requests():
+        yield pb.AttendStreamRequest(id=1, query=query("s", normal("s")))
+        threading.Event().wait()
+
+    wire = AttendWire(sys.argv[1])
+    call = wire.attend.Stream(requests())
+    print(next(call).id, flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_a_client_that_dies_does_not_keep_its_place(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server("--streams-max", "1")
+    command = [sys.executable, "-c", textwrap.dedent(HOLDING), server.address]
+    request = pb.AttendStreamRequest(id=2, query=query("s", normal("s")))
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with AttendWire(server.address) as wire, contextlib.ExitStack() as stack:
+        stack.callback(holder.wait)
+        stack.callback(holder.kill)
+        assert holder.stdout is not None
+        with holder.stdout:
+            assert holder.stdout.readline() == "1\n"
+        refusal = refused(lambda: wire.ask_stream([request]))
+        assert (refusal.reason, refusal.retry_ms > 0) == ("TOO_MANY_STREAMS", True)
+        holder.kill()
+
+        def answered() -> bool:
+            try:
+                return wire.ask_stream([request])[0].id == 2
+            except grpc.RpcError:
+                return False
+
+        eventually(answered)
+
+
+def test_an_upload_that_breaks_off_does_not_keep_its_room(small: AttendWire) -> None:
+    rows = pair("room", rows=200)  # all there is
+    messages = list(upload_messages("room", rows, chunk_bytes=10_000))
+    for _ in range(3):
+        gate = threading.Event()
+
+        def half(gate: threading.Event = gate) -> Iterator[bytes]:
+            yield from messages[:3]
+            gate.wait(30)
+
+        call: Any = small.channel.stream_unary("/pion.v1.Attend/Store").future(half())
+        eventually(lambda: not upload_fits(small))
+        call.cancel()
+        gate.set()
+        eventually(lambda: upload_fits(small))
+    small.store_entry(messages)
+    assert_session(small, "room", 0, rows)
+
+
+def upload_fits(wire: AttendWire) -> bool:
+    try:
+        wire.upload("probe", pair("probe", rows=200))
+    except grpc.RpcError:
+        return False
+    return True
 
 
 def test_an_open_stream_does_not_hold_a_shutdown_up(

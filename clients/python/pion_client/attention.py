@@ -62,6 +62,9 @@ class PromptCache(Protocol):
 
     residency: Residency
 
+    def at_hand(self, namespace: str, token_count: int) -> Kept | None:
+        """Returns the rows of a prefix, if this process has them."""
+
     def session_for(self, namespace: str, token_count: int) -> Session:
         """Returns the resident rows of a prefix, made resident if need be."""
 
@@ -122,6 +125,7 @@ def make_pion_prompt_cache(
 
     Raises:
         NotStored: the prefix is neither stored nor at hand: call `get_or_prefill` first.
+        NotResident: what is stored there has fewer tokens.
         UnsupportedCache: the model's cache does not consist of plain rows.
         ValueError: the sparse settings make no sense.
         RuntimeError: attention would run on the server and the patch is not installed, or the model's
@@ -135,11 +139,6 @@ def make_pion_prompt_cache(
     if prefix.kept is None or choice is not None:
         _require_patched(model)
     return [PionCache(prefix, layer) for layer in range(len(layers))]
-
-
-def at_hand_is_wanted() -> bool:
-    """Whether rows in this process are to be used, where there are some."""
-    return os.environ.get("PION_PROMPT_CACHE_NO_INPROC") != "1"
 
 
 class ServedRows:
@@ -178,17 +177,18 @@ class ServedPrefix:
         Raises:
             NotStored: nowhere.
         """
-        if at_hand_is_wanted():
-            self.kept = self.residency.kept(self._namespace, self.token_count)
+        if os.environ.get("PION_PROMPT_CACHE_NO_INPROC") != "1":
+            self.kept = self._prompt_cache.at_hand(self._namespace, self.token_count)
         if self.kept is not None:
             self.residency.lane = "in-process"
             return
         try:
             self._session = self._prompt_cache.session_for(self._namespace, self.token_count)
-        except NotStored:
-            raise
         except PionError as error:
-            self.fetch(error.reason.lower())
+            try:
+                self.fetch(error.reason.lower())
+            except NotStored:
+                raise error from None
 
     def fetch(self, reason: str) -> None:
         """Brings the rows here, because the server cannot attend to them.

@@ -347,6 +347,11 @@ class PionPromptCache(AttendByNamespace):
             call_ms = CALL_MS + CALL_MS_PER_TOKEN * prefix_tokens
         return 2 if PASSES * layers * call_ms < fetch_ms else 1
 
+    def at_hand(self, namespace: str, token_count: int) -> Kept | None:
+        """Returns the rows of a prefix that this object has prefilled or fetched, if it still has."""
+        kept = self.residency.kept(namespace, token_count)
+        return kept if kept and kept.model_id == self._facts().model_id else None
+
     def session_for(self, namespace: str, token_count: int) -> Session:
         """Returns the resident rows of a stored prefix, made resident if need be.
 
@@ -359,9 +364,10 @@ class PionPromptCache(AttendByNamespace):
         own = [job for job in list(self._pending.values()) if job.request.namespace == namespace]
         if own:
             self._behind.flush(max(self._deadline_s, *(job.prefill_ms / 1e3 for job in own)))
+        token_ids = self._ids_of(namespace, token_count)
         try:
             with self._answering():
-                found = self._look_up(namespace, self._facts(), None)
+                found = self._look_up(namespace, self._facts(), token_ids)
                 if not found.hit or found.prefix is None:
                     raise NotStored(f"{namespace!r}: {found.reason}; call get_or_prefill first")
                 if found.prefix.token_count != token_count:
@@ -380,12 +386,10 @@ class PionPromptCache(AttendByNamespace):
         Raises:
             NotStored: they are nowhere, and their tokens are not known.
         """
-        if kept := self.residency.kept(namespace, token_count):
+        if kept := self.at_hand(namespace, token_count):
             return kept
         cache = make_prompt_cache(self._model)
-        token_ids = self._ids.get(namespace, b"")
-        if len(token_ids) != 4 * token_count:
-            token_ids = b""
+        token_ids = self._ids_of(namespace, token_count)
         try:
             with self._answering():
                 prefix = self._client.fetch(namespace, rows=(0, token_count), as_mlx=True, tries=1)
@@ -594,10 +598,16 @@ class PionPromptCache(AttendByNamespace):
             return None
 
     def _at_hand(self, request: _Request) -> Kept | None:
-        if request.namespace is None or not attention.at_hand_is_wanted():
+        off = os.environ.get("PION_PROMPT_CACHE_NO_INPROC") == "1"
+        if off or request.namespace is None or self._refusal:
             return None
-        kept = self.residency.kept(request.namespace, request.token_count)
+        kept = self.at_hand(request.namespace, request.token_count)
         return kept if kept and kept.token_ids == request.token_ids else None
+
+    def _ids_of(self, namespace: str, token_count: int) -> bytes | None:
+        """Returns the tokens that this object last wanted under a name; None if not so many."""
+        token_ids = self._ids.get(namespace)
+        return token_ids if token_ids and len(token_ids) == 4 * token_count else None
 
     def _hold(self, cache: Cache, request: _Request) -> None:
         """Keeps what a later cache of the same name needs."""
@@ -612,7 +622,7 @@ class PionPromptCache(AttendByNamespace):
             self._kept(cache, request.namespace, request.token_ids)
 
     def _kept(self, cache: Cache, namespace: str, token_ids: bytes) -> Kept:
-        kept = Kept(token_ids, caches.held(cache))
+        kept = Kept(self._facts().model_id, token_ids, caches.held(cache))
         self.residency.keep(namespace, kept)
         return kept
 

@@ -2,10 +2,10 @@
 
 Knows namespaces, sessions and the client; neither models nor how attention is computed (`attention`).
 
-The one decision: the name of a session says what is in it, a namespace *and its generation*. So nothing
-that is asked about can change under an answer that is being written: rows that are stored anew under
-the same namespace are another session, and what the server makes resident is used only if the namespace
-still has the generation that it had before. What callers upload themselves has generation 0.
+The one decision: the name of a session says what is in it, a namespace, *its generation and its rows*.
+So nothing that is asked about can change under an answer that is being written: what is stored anew
+under the same namespace, or grows, is another session, and what the server makes resident is used only
+if the namespace is afterwards what it was before. What callers upload themselves has generation 0.
 """
 
 import collections
@@ -45,6 +45,7 @@ class NotResident(PionError):
 class Kept:
     """Rows of a prefix at hand."""
 
+    model_id: str
     token_ids: bytes
     """u32, little-endian."""
     rows: Sequence[Rows]
@@ -116,11 +117,11 @@ class Residency:
     def session_of(self, namespace: str) -> str:
         """Returns the session of a namespace: what was made resident last, or what was uploaded."""
         with self._lock:
-            return self._sessions.get(namespace) or _session_name(namespace, 0)
+            return self._sessions.get(namespace) or _session_name(namespace)
 
     def uploaded(self, namespace: str) -> str:
         """Returns the session of what callers upload, and makes it the one of the namespace."""
-        name = _session_name(namespace, 0)
+        name = _session_name(namespace)
         self._remember(namespace, name)
         return name
 
@@ -131,7 +132,7 @@ class Residency:
             NotResident: they are not all there now, and cannot be.
             PionError: the server cannot do it, or cannot be reached.
         """
-        name = _session_name(info.namespace, info.generation)
+        name = _session_name(info.namespace, info.generation, info.token_count)
         self._client.attending.follow(name, info.namespace)
         # Twice: what one layer pushes out may be another of the same prefix.
         for _ in range(2):
@@ -204,8 +205,8 @@ class Residency:
             }
 
     def _check_unchanged(self, session: str, info: PrefixInfo) -> None:
-        now = self._client.lookup(info.namespace)
-        if not now.hit or now.prefix is None or now.prefix.generation != info.generation:
+        now = self._client.lookup(info.namespace).prefix
+        if not now or (now.generation, now.token_count) != (info.generation, info.token_count):
             self._client.attend_drop(session)  # whatever it is, it is not what its name says
             raise NotResident(f"{info.namespace!r} changed meanwhile")
 
@@ -321,6 +322,6 @@ class AttendByNamespace:
         return array
 
 
-def _session_name(namespace: str, generation: int) -> str:
+def _session_name(namespace: str, generation: int = 0, rows: int = 0) -> str:
     """Returns the name of a session; any namespace has one, whatever its length."""
-    return make_namespace("attend", namespace, generation)
+    return make_namespace("attend", namespace, generation, rows)
