@@ -81,8 +81,8 @@ class DataDirectory:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Waits until nobody else opens the directory: SQLite refuses two who change a journal's mode."""
-        descriptor = os.open(self.run / "opening", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Waits until nobody else opens the directory: SQLite refuses two at once."""
+        descriptor = os.open(self.run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
