@@ -38,18 +38,13 @@ from pion_grpc.errors import (
     OverBudget,
     PionError,
 )
+from pion_wire import limits
 from pion_wire.framing import PartChunk
 from pion_wire.layout import DType, Side
 
 Array = npt.NDArray[Any]
 
-ENTRIES_MAX = 256
-"""Entries resident at once; each layer of a session is one."""
-COLD_MAX = 1_024
-"""Cold entries remembered; the oldest are forgotten."""
 LAYER_MAX = (1 << 32) - 1
-LAYERS_MAX = 1_024
-"""Layers of one Lookup, or named by one Store."""
 
 
 class EntryState(enum.Enum):
@@ -210,9 +205,12 @@ class Attend:
             OverBudget: it would not fit with everything else gone.
             Corrupt: a page of it is damaged.
         """
-        check_key(Key(tenant, session, max(source.layers, default=0)))
-        if len(source.layers) > LAYERS_MAX:
-            raise InvalidRequest("layers", f"more than {LAYERS_MAX}", limit=LAYERS_MAX)
+        check_layer_count(len(source.layers))
+        for layer in (0, *source.layers):
+            check_key(Key(tenant, session, layer))
+        for field in ("heads", "head_dim"):
+            if getattr(source, field) < 0:
+                raise InvalidRequest(field, "is below 0")
         query = FetchQuery(
             source.namespace,
             slots=source.layers,
@@ -225,8 +223,7 @@ class Attend:
 
     def lookup(self, tenant: str, session: str, layers: list[int]) -> list[EntryInfo]:
         """Says where entries stand; nothing moves."""
-        if len(layers) > LAYERS_MAX:
-            raise InvalidRequest("layers", f"more than {LAYERS_MAX}", limit=LAYERS_MAX)
+        check_layer_count(len(layers))
         keys = [Key(tenant, session, layer) for layer in layers]
         for key in keys:
             check_key(key)
@@ -411,9 +408,9 @@ class Attend:
     def _reserve(self, shapes: Sequence[Shape]) -> int:
         if any(min(shape) < 1 for shape in shapes):
             raise InvalidRequest("rows", "heads, rows and head_dim are at least 1 each")
-        if len(shapes) > ENTRIES_MAX:
+        if len(shapes) > limits.ATTEND_ENTRIES_MAX:
             raise OverBudget(
-                f"{len(shapes)} layers are more than the {ENTRIES_MAX} entries there are"
+                f"{len(shapes)} layers are more than the {limits.ATTEND_ENTRIES_MAX} entries there are"
             )
         itemsize = 2 if self.backend.dtype == "f16" else 4
         size = sum(2 * shape.values * itemsize for shape in shapes)
@@ -441,12 +438,12 @@ class Attend:
                 self._entries[key] = entry
                 if self._cold.pop(key, None) is not None:
                     self._rehydrates += 1
-            while len(self._entries) > ENTRIES_MAX or self._bytes > self.budget_bytes:
+            while len(self._entries) > limits.ATTEND_ENTRIES_MAX or self._bytes > self.budget_bytes:
                 victim, gone = self._entries.popitem(last=False)
                 self._bytes -= gone.resident.nbytes
                 self._demotions += 1
                 self._cold[victim] = _Record(gone.shape, gone.origin)
-                if len(self._cold) > COLD_MAX:
+                if len(self._cold) > limits.ATTEND_COLD_MAX:
                     self._cold.popitem(last=False)
 
     def _info(self, key: Key) -> EntryInfo:
@@ -518,6 +515,16 @@ def check_key(key: Key) -> None:
     check_namespace(key.session, "session")
     if not 0 <= key.layer <= LAYER_MAX:
         raise InvalidRequest("layer", f"{key.layer} is outside 0..{LAYER_MAX}", limit=LAYER_MAX)
+
+
+def check_layer_count(count: int) -> None:
+    """Raises InvalidRequest for more layers than a request may name."""
+    if count > limits.ATTEND_LAYERS_MAX:
+        raise InvalidRequest(
+            "layers",
+            f"more than {limits.ATTEND_LAYERS_MAX}",
+            limit=limits.ATTEND_LAYERS_MAX,
+        )
 
 
 def _cold(key: Key, why: str) -> PionError:

@@ -13,7 +13,15 @@ from typing import Literal
 import grpc
 from google.protobuf.message import DecodeError
 
-from pion_grpc.core.attend import Attend, EntryInfo, EntryState, Key, Shape, Source
+from pion_grpc.core.attend import (
+    Attend,
+    EntryInfo,
+    EntryState,
+    Key,
+    Shape,
+    Source,
+    check_layer_count,
+)
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
 from pion_grpc.errors import InvalidRequest
 from pion_grpc.rpc.errors import CODES, problem_of
@@ -51,6 +59,7 @@ class AttendService:
             warmed = fill(upload, byte_chunks(messages, pb.AttendStoreRequest))
         elif header.HasField("from_prefix"):
             wanted = header.from_prefix
+            check_layer_count(len(wanted.layers))  # before they are taken in
             source = Source(
                 wanted.namespace, wanted.heads, wanted.head_dim, frozenset(wanted.layers)
             )
@@ -65,6 +74,7 @@ class AttendService:
 
     def Lookup(self, request: pb.AttendLookupRequest, call: Call) -> pb.AttendLookupResponse:
         """Says which entries are resident."""
+        check_layer_count(len(request.layers))  # before they are taken in
         found = self._attend.lookup(call.tenant, request.session, list(request.layers))
         return pb.AttendLookupResponse(entries=[_entry(info) for info in found])
 

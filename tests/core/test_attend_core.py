@@ -14,7 +14,6 @@ from crc32c import crc32c
 
 from pion_grpc.backends import Answer, Backend, Query, Resident, create
 from pion_grpc.backends.reference import attend as reference
-from pion_grpc.core import attend as module
 from pion_grpc.core.attend import (
     Attend,
     EntryState,
@@ -555,6 +554,23 @@ def test_no_shape_that_the_rows_do_not_have_becomes_resident(
         assert_answers(attend, "s", rows, 1)
 
 
+@pytest.mark.parametrize(
+    ("field", "source"),
+    [
+        ("heads", Source("p", heads=-2)),
+        ("head_dim", Source("p", head_dim=-16)),
+        ("layer", Source("p", layers=frozenset({-1, 0}))),
+    ],
+)
+def test_numbers_below_zero_are_not_taken_for_shapes(
+    store: PrefixStore, attend: Attend, field: str, source: Source
+) -> None:
+    put(store, "p", random_rows("p"))
+    refused(field, lambda: attend.store_prefix("", "s", source))
+    with pytest.raises(InvalidRequest):
+        attend.begin_rows(Key("", "s", 0), Shape(-1, -1, 16))
+
+
 def test_only_the_layers_asked_for_become_resident(store: PrefixStore, attend: Attend) -> None:
     rows = put(store, "p", random_rows("p", 4))
     assert attend.store_prefix("", "s", Source("p", layers=frozenset({1, 3}))).layers == 2
@@ -895,7 +911,3 @@ def test_threads_that_store_ask_warm_and_drop_at_once_never_get_another_entrys_a
     # Nothing of what was reserved while loading is left over.
     whole = Shape(1, attend.budget_bytes // 8, 1)
     attend.begin_rows(Key("", "all", 0), whole).abandon()
-
-
-def test_limits_are_those_of_the_contract() -> None:
-    assert (module.ENTRIES_MAX, module.COLD_MAX, module.LAYERS_MAX) == (256, 1_024, 1_024)

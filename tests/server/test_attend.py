@@ -528,6 +528,23 @@ def test_a_message_of_63_mib_is_answered_and_a_larger_one_refused(wire: AttendWi
     )
 
 
+def test_a_list_of_layers_is_counted_before_it_is_taken_in(wire: AttendWire) -> None:
+    """Sixty megabytes of numbers would be half a gigabyte of objects."""
+    many = pb.AttendLookupRequest(session="s", layers=range(1_025))
+    refusal = refused(lambda: wire.attend.Lookup(many))
+    assert (refusal.reason, refusal.fields) == ("INVALID", ["layers"])
+    stored_floats(wire, "many layers")
+    messages = prefix_message("s", "many layers", layers=range(1_025))
+    refusal = refused(lambda: wire.store_entry(messages))
+    assert (refusal.reason, refusal.fields) == ("INVALID", ["layers"])
+
+
+def test_limits_of_attend_are_told(wire: AttendWire) -> None:
+    limits = {limit.name: limit.value for limit in wire.described().limits}
+    assert limits["attend_entries_max"] == 256
+    assert limits["attend_cold_max"] == limits["attend_layers_max"] == 1_024
+
+
 # Budgets
 
 

@@ -30,3 +30,9 @@ LEASE_MS_MAX = 60_000
 LEASE_MS_DEFAULT = 10_000
 PREFILL_MS_MAX = 86_400_000
 SCATTERED_ROWS_MAX = 65_536
+ATTEND_ENTRIES_MAX = 256
+"""Attend entries resident at once; each layer of a session is one."""
+ATTEND_COLD_MAX = 1_024
+"""Cold ones that are remembered; the oldest are forgotten."""
+ATTEND_LAYERS_MAX = 1_024
+"""Layers of one Lookup, or named by one Store."""
