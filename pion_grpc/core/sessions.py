@@ -13,6 +13,7 @@ durability) holds for sessions.
 
 import dataclasses
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ from pion_grpc.core.values import (
     check_namespace,
     check_prefill,
 )
-from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored
+from pion_grpc.errors import DiskFull, InvalidRequest, LayoutDiffers, NotStored
 from pion_grpc.storage.catalog import (
     BlockTableRow,
     ExtentRow,
@@ -41,6 +42,7 @@ from pion_grpc.storage.catalog import (
     Transaction,
 )
 from pion_grpc.storage.sides import Sides
+from pion_grpc.storage.snapshot import write_snapshot
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from pion_wire.rows import encode_rows
 
@@ -429,6 +431,29 @@ class Sessions:
         self.saved_unix_s = time.time()
         return anything
 
+    def snapshot_to(self, name: str) -> None:
+        """Writes everything that is stored, of all tenants, to one file of the data directory.
+
+        Nothing that is stored depends on it: the file is a copy, and may be taken anywhere.
+
+        Raises:
+            InvalidRequest: the name is not inside the directory, or is one of the server's own.
+            OverBudget, DiskFull: there is no room for it.
+        """
+        if not _PATH.fullmatch(name) or name.split("/")[0].startswith(_OWN_NAMES):
+            raise InvalidRequest(
+                "path", "must be relative to the data directory, and no name of its own"
+            )
+        directory, space = self._store.directory, self._workshop.space
+        with self._catalog.read() as transaction:
+            free = space.budget_bytes - space.used_bytes(transaction)
+        target = directory.path / name
+        try:
+            write_snapshot(self._catalog, directory, self._workshop.files, target, free)
+        except OSError as error:
+            raise DiskFull(f"{name!r} cannot be written: {error}") from error
+        space.measure()
+
     # -- parts of the above
 
     def _known(self, tenant: str, sid: str) -> SessionName:
@@ -593,6 +618,8 @@ class SessionReading:
 
 
 _ROWS_OF_ANY_SEGMENT = 1 << 31
+_PATH = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|\Z))[^\x00-\x1f\x7f]{1,1000}")
+_OWN_NAMES = ("catalog.db", "segments", "rows", "blobs", "export", "run", "host-token")
 
 
 def _sides(transaction: Transaction, row: PrefixRow) -> frozenset[Side]:

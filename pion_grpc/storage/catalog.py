@@ -290,6 +290,18 @@ class Catalog:
         except (apsw.FullError, apsw.IOError) as error:
             raise DiskFull(f"the catalogue cannot be written: {error}") from error
 
+    def copy_to(self, path: Path) -> None:
+        """Writes the catalogue as it is now to a file that must not exist.
+
+        Raises:
+            DiskFull: there is no room for it.
+        """
+        try:
+            with self._connection() as connection:
+                connection.execute("VACUUM INTO ?", (str(path),)).fetchall()
+        except (apsw.FullError, apsw.IOError) as error:
+            raise DiskFull(f"the catalogue cannot be copied: {error}") from error
+
     def checkpoint(self) -> None:
         """Gives free pages back and truncates the log, as far as nobody is reading it.
 

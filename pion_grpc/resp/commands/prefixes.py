@@ -5,7 +5,7 @@ from typing import NamedTuple
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.sessions import Unsettled
 from pion_grpc.core.values import BlockTable
-from pion_grpc.errors import PionError
+from pion_grpc.errors import InvalidRequest, PionError
 from pion_grpc.resp.command import Answer, Call, Command, Elsewhere, Where, is_text
 from pion_grpc.resp.commands.formats import parse_specs, stored_as
 from pion_grpc.resp.reply import OK, ReplyError, Simple
@@ -148,9 +148,16 @@ def info(call: Call) -> Answer:
 
 
 def save(call: Call) -> Answer:
-    """`KV.PREFIX.SAVE`: seals what is live, on stable storage."""
+    """`KV.PREFIX.SAVE [path]`: seals what is live, on stable storage; with a path copies it, too."""
+    path = call.text(0) if call.count else ""
     try:
         anything = call.services.sessions.save()
+        if call.count:
+            call.services.sessions.snapshot_to(path)
+    except InvalidRequest as error:
+        raise ReplyError(
+            "ERR KV.PREFIX.SAVE: path must be relative to the data directory, and none of its own files"
+        ) from error
     except PionError as error:
         raise ReplyError(f"ERR KV.PREFIX.SAVE failed ({error})") from error
     if not anything:

@@ -1,0 +1,160 @@
+"""`KV.PREFIX.SAVE path`: one file that a fresh server is made of, and that endangers nothing."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pion_grpc.errors import CannotStart
+from pion_grpc.storage.snapshot import MARK, is_snapshot, restore_snapshot
+from tests.resp.conftest import Resp
+from tests.resp.wire import Refused, Wire
+
+REFUSED = Refused(
+    "ERR KV.PREFIX.SAVE: path must be relative to the data directory, and none of its own files"
+)
+ROWS = os.urandom(64 * 2 * 3_000)
+
+
+def fill(wire: Wire) -> None:
+    for name, codec in (("one", "fp16"), ("two", "turbo4")):
+        wire("KV.PREFIX.REGISTER", name, 64, codec, "BLOCKS", 64, 1, bytes(8))
+    for layer in range(3):
+        wire("V.STOREBATCH", "one_pk", layer, 0, 3_000, ROWS, "FMT", "F16")
+    wire("V.STOREBATCH", "two_pv", 0, 10, 5, bytes(64 * 4 * 5))
+    wire("SSM.PREFIX.STORE", "one", 7, ROWS)
+    wire("SET", "large", ROWS)
+    wire("SET", "small", "v", "EX", 10_000)
+    wire("ZADD", "z", "1.5", "m")
+
+
+def contents(wire: Wire) -> list[object]:
+    return [
+        wire("KV.PREFIX.LOOKUP", "one"),
+        wire("KV.PREFIX.LOOKUP", "two"),
+        wire("KV.PREFIX.BLOCKS", "one"),
+        wire("V.FETCH", "one_pk", "BATCH", 0, 3_000, "FMT", "NATIVE"),
+        wire("V.FETCH", "two_pv", 0, "RANGE", 0, 20),
+        wire("SSM.PREFIX.FETCH", "one", 7),
+        wire("GET", "large"),
+        wire("GET", "small"),
+        wire("TTL", "small") > 0,
+        wire("ZSCORE", "z", "m"),
+        sorted(wire("KEYS", "*")),
+    ]
+
+
+@pytest.mark.parametrize("name", ["backup.pion", "deep/er/backup"])
+def test_a_fresh_server_has_everything(
+    start_resp: Callable[..., Resp], short_tmp: Path, name: str
+) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    fill(wire)
+    (resp.store.directory.path / name).parent.mkdir(parents=True, exist_ok=True)
+    expected = contents(wire)
+    assert wire("KV.PREFIX.SAVE", name) == "OK"
+    snapshot = resp.store.directory.path / name
+    assert is_snapshot(snapshot)
+    assert not list(resp.store.directory.path.rglob("*.tmp"))
+    assert not list(resp.store.directory.run.glob("*snapshot*"))
+    assert contents(wire) == expected, "saving elsewhere has changed what is stored"
+    moved = short_tmp / "moved"
+    snapshot.rename(moved)
+    wire("FLUSHALL")
+    wire("KV.PREFIX.DROP", "one", "two")
+    resp.stop()
+    restore_snapshot(moved, short_tmp / "fresh")
+    fresh = Resp(short_tmp / "fresh")
+    try:
+        wire = fresh.connect()
+        assert contents(wire) == expected
+        assert wire("V.STOREBATCH", "one_pk", 0, 3_000, 1, bytes(256)) == "OK"
+        assert wire("KV.PREFIX.SAVE") == "OK"
+    finally:
+        fresh.stop()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/tmp/x", "~/x", "..", "../x", "a/../x", "a/..", "a\nb", "", "catalog.db", "catalog.db-wal",
+     "segments/x", "rows/x", "blobs/x", "run/x.lock", "host-token", b"a\0b"],
+)  # fmt: skip
+def test_no_path_leads_out_of_the_directory_or_onto_its_files(
+    start_resp: Callable[..., Resp], path: str
+) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    fill(wire)
+    expected = contents(wire)
+    assert wire("KV.PREFIX.SAVE", path) == REFUSED
+    assert contents(wire) == expected
+    assert not Path("/tmp/x").exists()
+
+
+def test_a_directory_that_is_not_there_is_an_error(start_resp: Callable[..., Resp]) -> None:
+    wire = start_resp().connect()
+    fill(wire)
+    assert wire("KV.PREFIX.SAVE", "nowhere/x").text.startswith("ERR KV.PREFIX.SAVE failed (")
+    assert wire("KV.PREFIX.LOOKUP", "one") == "HIT"
+
+
+def test_a_snapshot_that_does_not_fit_evicts_nothing(start_resp: Callable[..., Resp]) -> None:
+    resp = start_resp(budget_bytes=16 << 20)
+    wire = resp.connect()
+    for name in ("a", "b", "c"):  # more than half of the budget together
+        wire("KV.PREFIX.REGISTER", name, 4_096, "fp16")
+        wire("V.STOREBATCH", f"{name}_pk", 0, 0, 350, bytes(350 * 8_192), "FMT", "F16")
+        assert wire("KV.PREFIX.SAVE") == "OK"
+    assert wire("KV.PREFIX.SAVE", "x").text.startswith("ERR KV.PREFIX.SAVE failed (")
+    assert [wire("KV.PREFIX.LOOKUP", name) for name in ("a", "b", "c")] == ["HIT"] * 3
+    assert not (resp.store.directory.path / "x").exists()
+    assert not list(resp.store.directory.path.rglob("*.tmp"))
+
+
+def test_what_is_evicted_meanwhile_is_not_in_it(
+    start_resp: Callable[..., Resp], short_tmp: Path
+) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    fill(wire)
+    wire("KV.PREFIX.SAVE")
+    for path in (*resp.store.directory.segments.iterdir(), *resp.store.directory.blobs.iterdir()):
+        path.unlink()  # as an eviction between the copy of the catalogue and its files does it
+    assert wire("KV.PREFIX.SAVE", "x") == "OK"
+    snapshot = resp.store.directory.path / "x"
+    restore_snapshot(snapshot, short_tmp / "fresh")
+    fresh = Resp(short_tmp / "fresh")
+    try:
+        wire = fresh.connect()
+        assert wire("KV.PREFIX.LOOKUP", "one") == "MISS"
+        assert wire("SSM.PREFIX.FETCH", "one", 7) is None
+        assert wire("GET", "large") is None
+        assert wire("GET", "small") == b"v"
+    finally:
+        fresh.stop()
+
+
+def test_what_is_no_snapshot_makes_no_directory(short_tmp: Path) -> None:
+    import tarfile
+
+    other = short_tmp / "other"
+    other.write_bytes(os.urandom(10_000))
+    with pytest.raises(CannotStart, match="no snapshot"):
+        restore_snapshot(other, short_tmp / "fresh")
+    for name in ("../evil", "/evil", "segments/../../evil", "host-token", "segments/.."):
+        hostile = short_tmp / "hostile"
+        with tarfile.open(hostile, "w") as archive:
+            archive.addfile(tarfile.TarInfo(MARK))
+            archive.addfile(tarfile.TarInfo(name))
+        target = short_tmp / f"fresh{len(name)}"
+        with pytest.raises(CannotStart, match="no snapshot has"):
+            restore_snapshot(hostile, target)
+    assert not (short_tmp / "evil").exists()
+    (short_tmp / "full").mkdir()
+    (short_tmp / "full" / "x").touch()
+    with tarfile.open(hostile, "w") as archive:
+        archive.addfile(tarfile.TarInfo(MARK))
+    with pytest.raises(CannotStart, match="not empty"):
+        restore_snapshot(hostile, short_tmp / "full")
