@@ -150,10 +150,16 @@ def add_import(commands: Commands) -> None:
         _import,
         "store a file that `export` wrote",
         "Stores the prefix of a file. Every page and the header are checked first; a file in which a "
-        "bit has changed is refused.",
+        "bit has changed is refused. With --data, makes a data directory of a snapshot, for a server "
+        "to be started on.",
     )
     add_connection(parser)
-    parser.add_argument("file", metavar="FILE", type=Path, help="what `pion-grpc export` wrote")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="what `pion-grpc export` or KV.PREFIX.SAVE wrote"
+    )
+    parser.add_argument(
+        "--data", metavar="DIR", type=Path, help="where a snapshot becomes a data directory"
+    )
     parser.add_argument(
         "--namespace",
         metavar="NAME",
@@ -274,6 +280,10 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
+    if options.data is not None:
+        from pion_grpc.cli.restoring import restore
+
+        return restore(options)
     from pion_grpc.cli.transfer import import_prefix
 
     return import_prefix(options)

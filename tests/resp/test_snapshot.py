@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pion_grpc.cli.main import main
 from pion_grpc.errors import CannotStart
 from pion_grpc.storage.snapshot import MARK, is_snapshot, restore_snapshot
+from tests.conftest import ServerProcess
 from tests.resp.conftest import Resp
 from tests.resp.wire import Refused, Wire
 
@@ -134,6 +136,26 @@ def test_what_is_evicted_meanwhile_is_not_in_it(
         assert wire("GET", "small") == b"v"
     finally:
         fresh.stop()
+
+
+def test_a_server_started_on_an_import_has_everything(
+    start_server: Callable[..., ServerProcess], short_tmp: Path
+) -> None:
+    server = start_server("--resp", "127.0.0.1:0")
+    wire = Wire(server.ready["resp"])
+    fill(wire)
+    expected = contents(wire)
+    assert wire("KV.PREFIX.SAVE", "x") == "OK"
+    wire.close()
+    server.kill()
+    fresh = short_tmp / "fresh"
+    command = ["import", str(server.directory / "x"), "--data", str(fresh), "--json"]
+    assert main(command) == 0
+    assert main(command) == 1, "a directory that is not empty"
+    server = start_server("--resp", "127.0.0.1:0", directory=fresh)
+    wire = Wire(server.ready["resp"])
+    assert contents(wire) == expected
+    wire.close()
 
 
 def test_what_is_no_snapshot_makes_no_directory(short_tmp: Path) -> None:

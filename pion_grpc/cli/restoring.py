@@ -1,0 +1,21 @@
+"""`pion-grpc import SNAPSHOT --data DIR`: a data directory out of what KV.PREFIX.SAVE wrote."""
+
+import argparse
+
+from rich.console import Console
+
+from pion_grpc.cli.output import printable, show
+from pion_grpc.storage.snapshot import restore_snapshot
+
+
+def restore(options: argparse.Namespace) -> int:
+    """Makes a data directory of a snapshot."""
+    restore_snapshot(options.file, options.data)
+    value = {"file": str(options.file), "data": str(options.data)}
+
+    def render(console: Console) -> None:
+        directory = printable(str(options.data))
+        console.print(f"restored: pion-grpc serve --data {directory}")
+
+    show(options, value, render)
+    return 0
