@@ -177,6 +177,7 @@ class Config:
         "HOST:PORT or unix:PATH for clients of the RESP wire; port 0 picks one",
         "ADDRESS",
     )
+    workers: int = _setting(1, parse_count, "processes that serve one data directory", "N")
     max_sessions: int = _setting(
         0,
         parse_count,
@@ -257,6 +258,8 @@ class Config:
             if getattr(self, name) not in get_args(choices):
                 flag, known = name.replace("_", "-"), ", ".join(get_args(choices))
                 raise ValueError(f"--{flag}: {getattr(self, name)!r} is none of {known}")
+        if not 1 <= self.workers <= 64:
+            raise ValueError("--workers: 1 to 64")
         if self.max_sessions == 1 or self.max_sessions < 0:
             raise ValueError("--max-sessions: 0, or at least 2: a prefix has two sides")
         if self.fa_window < 0:

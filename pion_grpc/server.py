@@ -45,6 +45,7 @@ from pion_grpc.rpc.stats import StatsService
 from pion_grpc.rpc.unimplemented import UnimplementedService
 from pion_grpc.storage.catalog import unix_ms
 from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.worker import Worker, supervise
 from pion_wire.v1 import attend_pb2, prefix_store_pb2, ssm_state_pb2, stats_pb2
 
 UNARY_THREADS = 32
@@ -88,13 +89,14 @@ _log = structlog.get_logger()
 class Server:
     """One server process."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, worker: Worker | None = None) -> None:
         """Opens the store and binds the address, without serving yet.
 
         Raises:
             CannotStart: with the reason and what to do.
         """
         self._config = config
+        self._worker = worker
         try:
             passwords = config.access()
             access = Access(passwords)
@@ -124,7 +126,11 @@ class Server:
         self._lobby = Lobby(config.stall_ms, UNARY_THREADS // 2)
         self._health_pool = ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="health")
         doorman = Doorman(credentials, self._lobby, self._health_pool)
-        self._server = grpc.server(self._pool, options=CHANNEL_OPTIONS, interceptors=[doorman])
+        options = dict(CHANNEL_OPTIONS)
+        options["grpc.so_reuseport"] = int(worker is not None and worker.shares_grpc)
+        self._server = grpc.server(
+            self._pool, options=tuple(options.items()), interceptors=[doorman]
+        )
         self._health = health.HealthServicer(experimental_thread_pool=self._health_pool)
         self._add_services(credentials)
         self.address = self._bind(config.listen)
@@ -142,7 +148,8 @@ class Server:
             status = health_pb2.HealthCheckResponse
             self._health.set(name, status.NOT_SERVING if off else status.SERVING)
         _log.info(
-            "ready",
+            "ready" if self._worker is None else "worker ready",
+            **({} if self._worker is None else {"worker": self._worker.index}),
             grpc=self.address,
             **({"resp": self.resp.address} if self.resp is not None else {}),
             pid=os.getpid(),
@@ -233,6 +240,8 @@ class Server:
         )
 
     def _bind(self, listen: str) -> str:
+        if self._worker is not None and not self._worker.serves_grpc(listen):
+            return ""
         if listen.startswith("unix:"):
             path = Path(listen.removeprefix("unix:"))
             _remove_dead_socket(path)
@@ -257,9 +266,11 @@ class Server:
             memory_max=config.disk_budget,
             export=config.exports,
             logged=not config.no_wal,
+            worker=self._worker.index if self._worker else 0,
         )
+        sockets = self._worker.resp if self._worker else None
         try:
-            return RespServer(self.store, self.states, access, settings)
+            return RespServer(self.store, self.states, access, settings, sockets=sockets)
         except CannotStart:
             self.store.close()
             raise
@@ -284,15 +295,19 @@ class Server:
                 _log.exception("housekeeping failed")
 
 
-def serve(config: Config) -> None:
-    """Runs a server until SIGTERM or SIGINT.
+def serve(config: Config, worker: Worker | None = None) -> None:
+    """Runs a server until SIGTERM or SIGINT, or the workers of one.
 
     Raises:
         CannotStart: with the reason and what to do.
     """
-    server = Server(config)
+    if config.workers > 1 and worker is None:
+        sys.exit(supervise(config))
+    server = Server(config, worker)
     signals = pipe_of_signals()
     server.start()
+    if worker is not None:
+        os.write(worker.ready, b"\1")
     os.read(signals, 1)
 
     def hurry_when_told_again() -> None:

@@ -18,7 +18,6 @@ from pion_grpc.errors import CannotStart
 
 DATA = "pion-data"
 SESSIONS_MAX = 256
-WORKERS_MAX = 1
 
 _IGNORED_FLAGS = (
     "--no-auto-detect", "--no-auto-embed", "--no-crash-log",
@@ -62,8 +61,6 @@ def config_of(options: argparse.Namespace) -> Config:
     """
     if options.workers > 1 and not options.independent_workers:
         raise CannotStart("-w above 1 needs --independent-workers")
-    if options.workers != WORKERS_MAX:
-        raise CannotStart(f"-w {options.workers}: this release serves with one worker")
     password = _password(options)
     host = options.bind or ("0.0.0.0" if password else "127.0.0.1")
     if password:
@@ -73,6 +70,7 @@ def config_of(options: argparse.Namespace) -> Config:
         "data": Path(options.data),
         "listen": options.listen or f"unix:{options.data}/grpc.sock",
         "resp": f"{host}:{options.port}",
+        "workers": options.workers,
         "max_sessions": SESSIONS_MAX,
         "ns_prefix": options.ns_prefix,
         "tenants": tuple(options.tenant),

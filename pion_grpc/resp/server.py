@@ -74,6 +74,7 @@ class RespServer:
         access: Access,
         settings: RespSettings,
         fused: Fused = no_engine,
+        sockets: "Block | None" = None,
     ) -> None:
         """Binds the address, without serving yet.
 
@@ -83,7 +84,8 @@ class RespServer:
         self._settings = settings
         self.sessions = Sessions(store, sides_max=settings.sides_max)
         self.keyspace = Keyspace(store)
-        self._sockets = bind_block(settings.listen, settings.worker)
+        self._owns_address = sockets is None
+        self._sockets = sockets or bind_blocks(settings.listen, 1)[0]
         self.address = address_of(self._sockets.resp, settings.listen)
         self._paused_until = 0.0
         self._loop = uvloop.new_event_loop()
@@ -176,7 +178,7 @@ class RespServer:
             server.close()
         for frames in list(self._lane_engine.connections):
             frames.abort()
-        if self._settings.listen.startswith("unix:"):
+        if self._settings.listen.startswith("unix:") and self._owns_address:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._settings.listen.removeprefix("unix:"))
         for connection in list(self._connections):
@@ -205,10 +207,11 @@ class Block(NamedTuple):
     affinity: socket.socket | None = None
 
 
-def bind_block(listen: str, worker: int = 0) -> Block:
-    """Returns the sockets for an address; with port 0 a block of ports that are all free.
+def bind_blocks(listen: str, workers: int) -> list[Block]:
+    """Returns the sockets of each worker; with port 0 a run of ports that are all free.
 
-    The ports behind a given one may be taken: clients do without them.
+    RESP and the binary lane are the same sockets for all of them. The ports behind a given one may be
+    taken: clients do without them.
 
     Raises:
         CannotStart: the address itself cannot be bound.
@@ -217,17 +220,17 @@ def bind_block(listen: str, worker: int = 0) -> Block:
     for _ in range(DRAWS_MAX if any_port else 1):
         resp = bind(listen)
         if resp.family == socket.AF_UNIX:
-            return Block(resp)
-        port = port_of(resp)
-        host = listen.rpartition(":")[0]
-        others = [_bound_if_free(host, port + 1), _bound_if_free(host, port + 2 + worker)]
-        if not any_port or None not in others:
-            if others[0] is not None:
-                others[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-            return Block(resp, *others)
-        for bound in filter(None, [resp, *others]):
+            return [Block(resp)] * workers
+        host, port = listen.rpartition(":")[0], port_of(resp)
+        lane = _bound_if_free(host, port + 1)
+        own = [_bound_if_free(host, port + 2 + worker) for worker in range(workers)]
+        if not any_port or None not in (lane, *own):
+            if lane is not None:
+                lane.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+            return [Block(resp, lane, affinity) for affinity in own]
+        for bound in filter(None, [resp, lane, *own]):
             bound.close()
-    raise CannotStart(f"cannot listen on {listen} (RESP): no three free ports in a row")
+    raise CannotStart(f"cannot listen on {listen} (RESP): no {2 + workers} free ports in a row")
 
 
 def _bound_if_free(host: str, port: int) -> socket.socket | None:

@@ -1,0 +1,118 @@
+"""Several workers are one server: each answers for everything, and one that dies takes nothing along."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from pion_wire.v1 import prefix_store_pb2 as pb
+from tests.conftest import ServerProcess
+from tests.resp.wire import Wire, fields
+from tests.server.wire import Wire as Grpc
+
+WORKERS = 4
+ROWS = os.urandom(64 * 2 * 200)
+
+
+@pytest.fixture
+def server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
+    flags = ("--workers", str(WORKERS), "--resp", "127.0.0.1:0")
+    return start_server(*flags, listen="127.0.0.1:0")
+
+
+def stored(server: ServerProcess) -> None:
+    wire = Wire(server.ready["resp"])
+    assert wire("KV.PREFIX.REGISTER", "ns", 64, "fp16") == "OK"
+    for layer in range(3):
+        for side in ("pk", "pv"):
+            assert wire("V.STOREBATCH", f"ns_{side}", layer, 0, 200, ROWS, "FMT", "F16") == "OK"
+    assert wire("SET", "k", ROWS) == "OK"
+    wire.close()
+
+
+def connections(server: ServerProcess) -> list[Wire]:
+    """Twelve fresh ones, and one to each worker's own port."""
+    host, _, port = server.ready["resp"].rpartition(":")
+    own = [f"{host}:{int(port) + 2 + worker}" for worker in range(WORKERS)]
+    return [Wire(address) for address in [server.ready["resp"]] * 12 + own]
+
+
+def pids(server: ServerProcess) -> set[int]:
+    return {child.pid for child in psutil.Process(server.process.pid).children()}
+
+
+def test_every_worker_answers_for_every_prefix(server: ServerProcess) -> None:
+    stored(server)
+    wires = connections(server)
+    workers = set()
+    for number, wire in enumerate(wires):
+        assert wire("KV.PREFIX.LOOKUP", "ns") == "HIT"
+        assert wire("V.FETCH", "ns_pv", "BATCH", 0, 200, "FMT", "NATIVE") == [ROWS] * 3
+        assert wire("GET", "k") == ROWS
+        worker = int(fields(wire("INFO", "pion"))["worker_id"])
+        workers.add(worker)
+        if number >= 12:
+            assert worker == number - 12, "not the worker that this port belongs to"
+            assert wire("KV.PREFIX.OWNER", "ns") == str(worker)
+    assert workers == set(range(WORKERS))
+    assert pids(server) == {int(fields(wire("INFO", "server"))["process_id"]) for wire in wires}
+    for wire in wires:
+        wire.close()
+    with Grpc(server.address) as rpc:
+        listed = rpc.prefixes.List(pb.PrefixStoreListRequest())
+        assert [info.namespace for info in listed.prefixes] == ["ns"]
+
+
+def test_a_worker_that_dies_is_replaced_and_took_nothing_along(server: ServerProcess) -> None:
+    stored(server)
+    before = pids(server)
+    host, _, port = server.ready["resp"].rpartition(":")
+    victim = Wire(f"{host}:{int(port) + 2}")
+    pid = int(fields(victim("INFO", "server"))["process_id"])
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises((ConnectionError, OSError)):
+        victim("PING")
+    victim.close()
+    other = Wire(f"{host}:{int(port) + 3}")
+    assert other("V.FETCH", "ns_pk", "BATCH", 0, 200, "FMT", "NATIVE") == [ROWS] * 3
+    replacement = Wire(f"{host}:{int(port) + 2}")  # the parent holds the address meanwhile
+    assert replacement("KV.PREFIX.LOOKUP", "ns") == "HIT"
+    assert pid not in pids(server)
+    assert len(pids(server)) == len(before)
+    other.close()
+    replacement.close()
+
+
+def test_the_limit_of_sessions_is_one_for_all(start_server: Callable[..., ServerProcess]) -> None:
+    flags = ("--workers", "2", "--resp", "127.0.0.1:0", "--max-sessions", "8")
+    server = start_server(*flags)
+    host, _, port = server.ready["resp"].rpartition(":")
+    one, other = (Wire(f"{host}:{int(port) + 2 + worker}") for worker in range(2))
+    for number in range(6):
+        wire: Any = (one, other)[number % 2]
+        wire("KV.PREFIX.REGISTER", f"ns{number}", 8, "fp16")
+    answers = [one("KV.PREFIX.LOOKUP", f"ns{number}") for number in range(6)]
+    assert answers == ["MISS", "MISS", "HIT", "HIT", "HIT", "HIT"]
+    assert fields(other("KV.PREFIX.INFO"))["vstore_sessions"] == "8"
+    one.close()
+    other.close()
+
+
+def test_workers_end_with_their_parent_however_it_ends(server: ServerProcess) -> None:
+    workers = [psutil.Process(pid) for pid in pids(server)]
+    assert len(workers) == WORKERS
+    server.kill()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+
+
+def test_all_stop_in_order(server: ServerProcess) -> None:
+    stored(server)
+    assert server.stop() == 0
+    events = [json.loads(line)["event"] for line in server.output if line.startswith("{")]
+    assert events.count("worker ready") == events.count("stopped") == WORKERS
+    assert not list((server.directory / "run").glob("*.lock"))
