@@ -65,7 +65,8 @@ def run(
             failed |= not whole
             report = dataclasses.replace(report, rows=(*report.rows, row))
             write(report, path)
-            progress.console.print(f"{row.name}: {output.seconds(row.seconds)}")
+            took = output.seconds(row.seconds)
+            progress.console.print(f"{row.name}: {took}, load average {row.load_average:g}")
     return report, failed
 
 

@@ -109,7 +109,7 @@ def _ids(loaded: Loaded, prompt: str, question: str) -> tuple[list[int], list[in
 
 
 def _results(size: Workload, answers: list[Answered], tokens: float) -> list[Result]:
-    what = f"{size.prompts} prompts of {tokens:.0f} tokens × {size.queries} queries"
+    what = f"{size.prompts} prompts of {tokens:,.0f} tokens × {size.queries} queries"
     hits = sum(answered.hit for answered in answers)
     warm = [answered.seconds for answered in answers if answered.hit]
     cold = [answered.cold for answered in answers if answered.cold]
