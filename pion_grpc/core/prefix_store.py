@@ -10,6 +10,7 @@ Reads never write: uses are noted in memory and flushed by `tick`.
 
 import contextlib
 import functools
+import json
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from pion_grpc.core.reading import (
     Reading,
     chain_parts,
 )
-from pion_grpc.core.receipt import NO_RESTORE, Ledger, Restore
+from pion_grpc.core.receipt import NO_RESTORE, Ledger, Receipt, Restore, summed
 from pion_grpc.core.recovery import Recovery
 from pion_grpc.core.snapshots import Snapshots
 from pion_grpc.core.space import Space
@@ -157,6 +158,7 @@ class PrefixStore:
         """What the other halves of the core work with."""
         self.blobs = BlobStore(self.workshop)
         self._lock = threading.Lock()
+        self._published: Receipt | None = None
         self._uses: dict[tuple[int, str], None] = {}
         self._state_uses: dict[tuple[str, str], None] = {}
         self._prefill_ms: dict[int, float] = {}
@@ -475,6 +477,18 @@ class PrefixStore:
                 for row in waiting:
                     self.space.collect(transaction, row.id)
         self.space.sweep()
+        self._publish_receipt()
+
+    def summed_receipt(self) -> Receipt:
+        """Returns the receipt of all processes on this directory; of the others up to a second ago."""
+        others = (Receipt(*json.loads(text)) for text in self.directory.published())
+        return summed([self.ledger.get(), *others])
+
+    def _publish_receipt(self) -> None:
+        receipt = self.ledger.get()
+        if receipt != self._published:
+            self.directory.publish(json.dumps(receipt))
+            self._published = receipt
 
     def flush_uses(self) -> None:
         """Writes down which prefixes and states were used since the last flush."""

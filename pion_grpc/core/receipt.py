@@ -7,6 +7,7 @@ measured ones come from a prefill time that a client reported, estimated ones fr
 """
 
 import threading
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pion_grpc.storage.catalog import unix_ms
@@ -32,6 +33,16 @@ class Receipt(NamedTuple):
     def seconds_avoided(self) -> float:
         """Prefill time avoided, of both kinds."""
         return self.seconds_measured + self.seconds_estimated
+
+
+def summed(receipts: Iterable[Receipt]) -> Receipt:
+    """Returns what several processes did together, since the one that counts longest began."""
+    total = _empty()
+    for receipt in receipts:
+        added = (mine + other for mine, other in zip(total[:-1], receipt[:-1], strict=True))
+        since = min(total.since_unix_ms, receipt.since_unix_ms)
+        total = Receipt(*added, since_unix_ms=since)  # type: ignore[misc,arg-type]
+    return total
 
 
 class Restore(NamedTuple):

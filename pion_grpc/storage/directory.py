@@ -8,6 +8,7 @@
     blobs/            one immutable file per opaque value: recurrent states, large values of keys
     export/           files written for clients that want another layout
     run/<id>.lock     held with flock for the life of the process with that instance id
+    run/<id>-counters what that process has counted, for the others to add up
     host-token        32 random bytes that prove to a client that both see this directory
 
 Every file in `segments/`, `rows/` and `blobs/` begins with the instance id of the process that wrote
@@ -76,6 +77,7 @@ class DataDirectory:
 
     def close(self) -> None:
         """Gives the lock back."""
+        (self.run / f"{self.instance}-counters").unlink(missing_ok=True)
         (self.run / f"{self.instance}.lock").unlink(missing_ok=True)
         os.close(self._lock)
 
@@ -119,8 +121,9 @@ class DataDirectory:
 
     def files_of(self, instance: str) -> Iterator[Path]:
         """Yields the files that an instance wrote."""
-        for directory in (self.segments, self.rows, self.blobs, self.path / "export"):
-            yield from directory.glob(f"{instance}-*")
+        for directory in (self.segments, self.rows, self.blobs, self.path / "export", self.run):
+            for path in directory.glob(f"{instance}-*"):
+                yield from (p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
     def written_files(self) -> Iterator[Path]:
         """Yields the files that any instance wrote."""
@@ -162,6 +165,18 @@ class DataDirectory:
             except FileNotFoundError:
                 continue
         return total
+
+    def publish(self, counters: str) -> None:
+        """Lets the other processes of this directory read what this one has counted."""
+        scratch = self.run / f"{self.instance}-counters.new"
+        scratch.write_text(counters)
+        scratch.rename(self.run / f"{self.instance}-counters")
+
+    def published(self) -> Iterator[str]:
+        """Yields what each of the other processes has published last."""
+        for instance in self.live_instances() - {self.instance}:
+            with contextlib.suppress(FileNotFoundError):
+                yield (self.run / f"{instance}-counters").read_text()
 
     def rows_bytes(self) -> int:
         """Returns the bytes of the row files."""

@@ -46,7 +46,7 @@ def write_snapshot(
         OSError: it cannot be written, or would have more than `bytes_max` bytes.
     """
     links = directory.run / f"{directory.instance}-snapshot"
-    scratch = target.with_name(target.name + ".tmp")
+    scratch = directory.run / f"{directory.instance}-snapshot.tar"
     shutil.rmtree(links, ignore_errors=True)
     try:
         for name in _DIRECTORIES:

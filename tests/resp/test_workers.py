@@ -116,3 +116,24 @@ def test_all_stop_in_order(server: ServerProcess) -> None:
     events = [json.loads(line)["event"] for line in server.output if line.startswith("{")]
     assert events.count("worker ready") == events.count("stopped") == WORKERS
     assert not list((server.directory / "run").glob("*.lock"))
+
+
+def test_the_receipt_is_each_workers_own_and_summed(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server("--workers", "2", "--resp", "127.0.0.1:0")
+    host, _, port = server.ready["resp"].rpartition(":")
+    one, other = (Wire(f"{host}:{int(port) + 2 + worker}") for worker in range(2))
+    one("KV.PREFIX.REGISTER", "ns", 8, "fp16", "PREFILL_MS", 1_500)
+    for wire in (one, one, other):
+        wire("KV.PREFIX.LOOKUP", "ns")
+    other("KV.PREFIX.LOOKUP", "nobody")
+    assert fields(one("INFO", "pion"))["kvprefix_hits"] == "2"
+    assert fields(other("INFO", "pion"))["kvprefix_hits"] == "1"
+    while (told := fields(one("INFO", "workers")))["server_kvprefix_misses"] != "1":
+        pass  # the other worker tells once a second
+    assert told["server_kvprefix_hits"] == "3"
+    assert told["server_kvprefix_hits_measured"] == "2", "a prefill time is known where it was told"
+    assert told["server_prefill_seconds_avoided"] == "3.000"
+    one.close()
+    other.close()

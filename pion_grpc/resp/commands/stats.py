@@ -1,6 +1,7 @@
 """What the server is, and what it saved: `INFO`, `PION.STATS`, `CONFIG`, and Redis's own `SAVE`.
 
-Counters of features that are not part of this product (`semantic_*`, `moe_*`, `vector_queries`) are 0.
+Counters are of one worker; those that begin with `server_` are of all workers together. Those of
+features that are not part of this product (`semantic_*`, `moe_*`, `vector_queries`) are 0.
 """
 
 import os
@@ -205,6 +206,11 @@ def _pion(call: Call) -> dict[str, int | str]:
     }
 
 
+def _all_workers(call: Call) -> dict[str, int | str]:
+    total = _counters(call.services.store.summed_receipt(), with_microseconds=False)
+    return {f"server_{name}": value for name, value in total.items()}
+
+
 def _keyspace(call: Call) -> dict[str, int | str]:
     keys, expires = call.services.keyspace.reading(call.tenant, lambda keys: keys.count())
     return {"db0": f"keys={keys},expires={expires},avg_ttl=0"} if keys else {}
@@ -219,6 +225,7 @@ _SECTIONS: dict[str, Callable[[Call], dict[str, int | str]]] = {
     "Persistence": _persistence,
     "Stats": _stats,
     "Pion": _pion,
+    "Workers": _all_workers,
     "Keyspace": _keyspace,
 }
 
