@@ -38,6 +38,6 @@ def set_up_logs(stream: TextIO) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unbreakable(stream))),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Unbreakable(stream))),
         cache_logger_on_first_use=True,
     )
