@@ -61,6 +61,7 @@ class Engine(NamedTuple):
     dispatcher: Dispatcher
     limits: RequestLimits
     connections: "set[Connection]"
+    clients_max: int
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -92,6 +93,10 @@ class Connection(asyncio.BufferedProtocol):
         """Begins."""
         self._transport = cast(asyncio.Transport, transport)
         self.client = self._introduce(transport)
+        if len(self._engine.connections) >= self._engine.clients_max:
+            self._write(encode(Error("ERR max number of clients reached"), 2))
+            self.client.ending = True
+            self._transport.close()
         self._engine.connections.add(self)
         self._dispatcher.services.clients.add(self.client)
 

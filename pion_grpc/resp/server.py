@@ -7,6 +7,7 @@ bound before anything is served, so that a busy port refuses to start.
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ from pion_grpc.resp.protocol import RequestLimits
 WORKERS = 8
 """Threads that move bytes: as many clients are served from disk at once."""
 BACKLOG = 1_024
+FILES_MAX = 65_536
+"""Open files that a server can make use of."""
 DRAWS_MAX = 64
 """Attempts to find a block of free ports."""
 TICK_S = 1.0
@@ -62,6 +65,8 @@ class RespSettings:
     logged: bool = True
     """Whether a commit promises anything."""
     worker: int = 0
+    clients_max: int = 10_000
+    """Connections at once; fewer where the system allows fewer open files."""
 
 
 class RespServer:
@@ -115,7 +120,13 @@ class RespServer:
         dispatcher = Dispatcher(services, COMMANDS)
         limits = RequestLimits(request_bytes_max=settings.request_bytes_max)
         self._engine = Engine(
-            self._loop, self._workers, self._writer, dispatcher, limits, self._connections
+            self._loop,
+            self._workers,
+            self._writer,
+            dispatcher,
+            limits,
+            self._connections,
+            min(settings.clients_max, files_max() // 2),
         )
         self._lane_engine = LaneEngine(self._loop, self._workers, access, fused, set())
         recovered = self.sessions.totals().recovered_records
@@ -197,6 +208,15 @@ class RespServer:
     def _resume(self) -> None:
         for connection in list(self._connections):
             connection.go_on()
+
+
+def files_max() -> int:
+    """Asks the system for as many open files as it allows, and returns how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)
 
 
 class Block(NamedTuple):

@@ -384,6 +384,19 @@ def test_many_clients_get_their_own_answers(resp: Resp) -> None:
     assert not failures
 
 
+def test_one_client_too_many_is_told_so_and_harms_nobody(start_resp: Callable[..., Resp]) -> None:
+    resp = start_resp(clients_max=3)
+    wires = [resp.connect() for _ in range(3)]
+    assert [wire("PING") for wire in wires] == ["PONG"] * 3
+    surplus = resp.connect()
+    assert surplus.read() == Refused("ERR max number of clients reached")
+    assert surplus.is_closed()
+    assert wires[0]("PING") == "PONG"
+    wires[1].close()
+    wires[0]("CLIENT", "LIST")
+    assert wires[2]("PING") == "PONG"
+
+
 def test_stopping_answers_what_has_come(start_resp: Callable[..., Resp]) -> None:
     resp = start_resp()
     wire = resp.connect()
