@@ -381,7 +381,8 @@ def tune_allocator() -> None:
     if sys.platform == "linux" and ctypes.util.find_library("c"):
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
-            trim_threshold, mmap_threshold = -1, -3
+            trim_threshold, mmap_threshold, arena_max = -1, -3, -8
+            libc.mallopt(arena_max, 1)  # chunks are large: arenas of threads would only keep them
             libc.mallopt(mmap_threshold, 32 << 20)
             libc.mallopt(trim_threshold, 64 << 20)
 

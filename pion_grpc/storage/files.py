@@ -33,6 +33,11 @@ class Files:
         """Creates a file that must not exist and returns its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
+    def allocate(self, descriptor: int, size: int) -> None:
+        """Claims the blocks of a new file: a full disk shows at once, and writing is quicker."""
+        if sys.platform == "linux":
+            os.posix_fallocate(descriptor, 0, size)
+
     def write(self, descriptor: int, data: bytes | memoryview) -> None:
         """Writes all of `data` at the end of the file."""
         view = memoryview(data)

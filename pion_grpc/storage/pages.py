@@ -146,6 +146,7 @@ class SegmentWriter:
         try:
             with disk_errors(path):
                 self._descriptor = files.create(self._scratch)
+                files.allocate(self._descriptor, segment.file_bytes)
                 files.write(self._descriptor, segment.header)
         except BaseException:
             self.abandon()
