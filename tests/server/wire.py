@@ -328,7 +328,7 @@ def refusal(error: grpc.RpcError) -> Refusal:
     return Refusal(error.code(), reason, metadata, fields, retry_ms, error.details())
 
 
-def eventually(condition: Callable[[], Answer], within_s: float = 20.0) -> Answer:
+def eventually(condition: Callable[[], Answer], within_s: float = 60.0) -> Answer:
     """Asks until the answer is true; fails when the time is up."""
     deadline = time.monotonic() + within_s
     for pause in itertools.chain((0.005, 0.01, 0.02), itertools.repeat(0.05)):
