@@ -15,7 +15,8 @@ from crc32c import crc32c
 
 _HEADER, _ROWS, _PART = 1, 2, 3
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_DATA_TAG = bytes([15 << 3 | _BYTES])
+_DATA = 15
+_DATA_TAG = bytes([_DATA << 3 | _BYTES])
 
 
 class FrameError(ValueError):
@@ -58,25 +59,21 @@ def frame_rows(
 ) -> bytes:
     """Returns a stream message with rows and the CRC-32C of `data`."""
     fields = (
-        b"\x08" + _varint(tensor_index) + b"\x10" + _varint(array_index) + b"\x18"
-        + _varint(first_row) + b"\x20" + _varint(row_count) + b"\x2d"
-        + crc32c(data).to_bytes(4, "little")
+        _number(b"\x08", tensor_index) + _number(b"\x10", array_index)
+        + _number(b"\x18", first_row) + _number(b"\x20", row_count) + _checksum(b"\x2d", data)
     )  # fmt: skip
     return _frame(b"\x12", fields, data)
 
 
 def frame_part(part_index: int, offset_bytes: int, data: bytes | memoryview) -> bytes:
     """Returns a stream message with bytes of a part and their CRC-32C."""
-    fields = (
-        b"\x08" + _varint(part_index) + b"\x10" + _varint(offset_bytes) + b"\x1d"
-        + crc32c(data).to_bytes(4, "little")
-    )  # fmt: skip
-    return _frame(b"\x1a", fields, data)
+    fields = _number(b"\x08", part_index) + _number(b"\x10", offset_bytes)
+    return _frame(b"\x1a", fields + _checksum(b"\x1d", data), data)
 
 
 def frame_bytes(offset_bytes: int, data: bytes | memoryview) -> bytes:
     """Returns a message of a stream that has bytes only (SSMState), with their CRC-32C."""
-    fields = b"\x10" + _varint(offset_bytes) + b"\x1d" + crc32c(data).to_bytes(4, "little")
+    fields = _number(b"\x10", offset_bytes) + _checksum(b"\x1d", data)
     return _frame(b"\x12", fields, data)
 
 
@@ -91,15 +88,17 @@ def parse_message(message: bytes) -> HeaderBytes | RowChunk | PartChunk:
     for number, wire_type, value in _fields(view):
         if number > _PART:
             continue
+        if found is not None:
+            raise FrameError("a stream message holds two things")
         if wire_type != _BYTES or not isinstance(value, memoryview):
             raise FrameError(f"field {number} of a stream message has wire type {wire_type}")
         if number == _HEADER:
             found = HeaderBytes(value)
         elif number == _ROWS:
-            numbers, data = _chunk_fields(value)
+            numbers, data = _chunk_fields(value, 5)
             found = RowChunk(numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], data)
         else:
-            numbers, data = _chunk_fields(value)
+            numbers, data = _chunk_fields(value, 3)
             found = PartChunk(numbers[1], numbers[2], numbers[3], data)
     if found is None:
         raise FrameError("a stream message holds nothing")
@@ -108,17 +107,29 @@ def parse_message(message: bytes) -> HeaderBytes | RowChunk | PartChunk:
 
 def _frame(tag: bytes, fields: bytes, data: bytes | memoryview) -> bytes:
     size = len(data)
-    prefix = fields + _DATA_TAG + _varint(size)
+    prefix = fields + _DATA_TAG + _varint(size) if size else fields
     return b"".join((tag, _varint(len(prefix) + size), prefix, data))
 
 
-def _chunk_fields(view: memoryview) -> tuple[list[int], memoryview]:
+def _number(tag: bytes, value: int) -> bytes:
+    """Returns a field; zeros are left out, as generated code leaves them out."""
+    return tag + _varint(value) if value else b""
+
+
+def _checksum(tag: bytes, data: bytes | memoryview) -> bytes:
+    checksum = crc32c(data)
+    return tag + checksum.to_bytes(4, "little") if checksum else b""
+
+
+def _chunk_fields(view: memoryview, checksum: int) -> tuple[list[int], memoryview]:
+    """Returns the numbers of a chunk by field, and its data; `checksum` is the last number."""
     numbers = [0] * 6
     data = view[:0]
-    for number, _, value in _fields(view):
-        if number == 15 and isinstance(value, memoryview):
-            data = value
-        elif number < 6 and isinstance(value, int):
+    for number, wire_type, value in _fields(view):
+        if isinstance(value, memoryview):
+            if number == _DATA:
+                data = value
+        elif number <= checksum and (wire_type == _FIXED32) == (number == checksum):
             numbers[number] = value
     return numbers, data
 
@@ -129,6 +140,8 @@ def _fields(view: memoryview) -> "list[tuple[int, int, int | memoryview]]":
     while position < end:
         tag, position = _read_varint(view, position)
         wire_type = tag & 7
+        if not 8 <= tag < 1 << 32:
+            raise FrameError(f"field {tag >> 3} does not exist")
         if wire_type == _VARINT:
             number, position = _read_varint(view, position)
             fields.append((tag >> 3, wire_type, number))
@@ -161,6 +174,8 @@ def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
         position += 1
         result |= (byte & 0x7F) << shift
         if byte < 0x80:
+            if result >> 64:
+                raise FrameError("a stream message has a broken number")
             return result, position
         shift += 7
 
