@@ -118,22 +118,26 @@ class Space:
         overhead += CATALOG_HEADROOM_BYTES + growth
         if needed + overhead > self.budget_bytes:
             raise self._over_budget(needed)
+        evicted: list[str] = []
         while (
             transaction.stored_bytes() + overhead + max(0, growth - transaction.free_bytes())
             > self.budget_bytes
         ):
-            if not self._give_way(transaction, None):
+            if not self._give_way(transaction, None, evicted):
                 raise self._over_budget(needed)
         quota = self.tenant_budget_bytes
         while quota and transaction.usage(tenant) > quota:
-            if needed > quota or not self._give_way(transaction, tenant):
+            if needed > quota or not self._give_way(transaction, tenant, evicted):
                 raise OverQuota(
                     f"{needed} bytes do not fit into the tenant's {quota}",
                     needed_bytes=needed,
                     budget_bytes=quota,
                 )
+        with self._lock:  # not before: what is refused evicts nothing
+            self._evicted += len(evicted)
+            self._evicted_names.extend(evicted)
 
-    def _give_way(self, transaction: Transaction, tenant: str | None) -> bool:
+    def _give_way(self, transaction: Transaction, tenant: str | None, evicted: list[str]) -> bool:
         """Removes what may go first: a copy, else the prefix or session of states used longest ago."""
         if Copies(transaction).remove_least_used(tenant):
             return True
@@ -143,9 +147,7 @@ class Space:
             States(transaction).remove(*states[:2])
         elif prefix is not None:
             self.remove(transaction, prefix)
-            with self._lock:
-                self._evicted += 1
-                self._evicted_names.append(prefix.namespace)
+            evicted.append(prefix.namespace)
         else:
             return False
         return True

@@ -116,6 +116,8 @@ def true_rows(shape: Layout, token_ids: bytes, tensor: int) -> bytes:
     past = np.cumsum((ids + np.uint64(1)) * (places * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)))
     past += np.uint64((tensor + 1) * 0xC2B2AE3D27D4EB4F % (1 << 64))
     row_bytes = shape.tensors[tensor].row_bytes
+    if not len(ids):
+        return b""
     words = np.arange(-(-row_bytes // 8), dtype=np.uint64)
     mixed = (past[:, None] ^ (words * np.uint64(0xD6E8FEB86659FD93))) * np.uint64(
         0xFF51AFD7ED558CCD

@@ -152,6 +152,18 @@ def test_when_everything_is_leased_a_store_is_refused(store: PrefixStore) -> Non
     assert stray_files(store) == []
 
 
+def test_a_store_that_is_refused_evicts_and_counts_nothing(store: PrefixStore) -> None:
+    stored = fill_up(store)
+    for name in stored[2:]:
+        assert look(store, name, lease_ms=60_000).hit
+    evicted = store.totals().evicted
+    with pytest.raises(OverBudget):
+        begin(store, "large", tokens(4 * BIG), layout=WIDE)
+    assert names(store) == stored
+    assert store.totals().evicted == evicted
+    assert stray_files(store) == []
+
+
 def test_what_is_being_stored_is_neither_evicted_nor_forgotten(store: PrefixStore) -> None:
     session = begin(store, "slow", tokens(BIG, salt=700), layout=WIDE)
     put(store, "parent", tokens(BIG, salt=701), layout=WIDE)

@@ -262,7 +262,7 @@ def sweep_of_full_disks(
     files = machine.files
     assert isinstance(files, PowerCut)
     failed = 0
-    step = 700
+    step = 1_100
     with store._catalog.read() as transaction:
         before = transaction.usage()
     for room in range(0, 1 << 20, step):
