@@ -86,6 +86,7 @@ CREATE TABLE extent (
   boot TEXT,                              -- boot under which it was written unsynced; NULL: on disk
   PRIMARY KEY (prefix, tensor, serial)
 ) WITHOUT ROWID;
+CREATE INDEX extent_file ON extent (prefix, file);
 CREATE TABLE lease (
   id BLOB PRIMARY KEY, prefix INTEGER NOT NULL REFERENCES prefix (id), expires_unix_ms INTEGER NOT NULL
 ) WITHOUT ROWID;
@@ -668,8 +669,17 @@ class Transaction:
         return [ExtentRow(*row) for row in rows]
 
     def extent_files(self, prefix: int) -> list[str]:
-        """Returns the row files of a live prefix; an empty name stands for holes."""
-        rows = self.all("SELECT DISTINCT file FROM extent WHERE prefix = ?", (prefix,))
+        """Returns the row files of a live prefix; an empty name stands for holes.
+
+        There are few files and may be very many extents, so each name is found from the one before.
+        """
+        rows = self.all(
+            "WITH RECURSIVE found (file) AS (SELECT min(file) FROM extent WHERE prefix = ?1 UNION ALL"
+            " SELECT (SELECT min(file) FROM extent WHERE prefix = ?1 AND file > found.file)"
+            " FROM found WHERE found.file IS NOT NULL)"
+            " SELECT file FROM found WHERE file IS NOT NULL",
+            (prefix,),
+        )
         return [row[0] for row in rows]
 
     def unsynced_files(self, prefix: int) -> list[str]:

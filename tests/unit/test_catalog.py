@@ -343,3 +343,15 @@ def test_a_generation_is_never_given_twice(catalog: Catalog) -> None:
             seen.add(transaction.new_generation(prefix))
     assert len(seen) == 50
     assert min(seen) > 0
+
+
+def test_every_file_of_many_extents_is_named_once(catalog: Catalog) -> None:
+    prefix, other = insert(catalog, "p"), insert(catalog, "q")
+    with catalog.write() as transaction:
+        assert transaction.extent_files(prefix) == []
+        for number in range(300):
+            file = ["rows/b", "", "rows/a"][number % 3]
+            transaction.add_extent(prefix, ExtentRow(number % 7, 0, number, 1, file, 0, b""))
+        transaction.add_extent(other, ExtentRow(0, 0, 0, 1, "rows/z", 0, b""))
+        assert transaction.extent_files(prefix) == ["", "rows/a", "rows/b"]
+        assert transaction.extent_files(other) == ["rows/z"]
