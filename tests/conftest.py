@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Stores that "crash" in this process keep their descriptors, as a killed process would not.
+_SOFT, _HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
+_WANTED = 65_536 if _HARD == resource.RLIM_INFINITY else min(65_536, _HARD)
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(_SOFT, _WANTED), _HARD))
 
 
 class ServerProcess:

@@ -566,5 +566,5 @@ def test_nothing_acknowledged_is_lost_and_nothing_else_is_found() -> None:
 @pytest.mark.soak
 def test_nothing_acknowledged_is_lost_in_long_runs() -> None:
     run_state_machine_as_test(
-        PrefixStoreMachine, settings=settings(unhurried, max_examples=1_000, stateful_step_count=30)
+        PrefixStoreMachine, settings=settings(unhurried, max_examples=150, stateful_step_count=30)
     )
