@@ -1,0 +1,142 @@
+"""Prefixes that grow layer by layer, and lose a side, beside those that never change."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pion_grpc.core.declaration import Declaration, LayerSpec
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.sessions import SIDES_MIN, Sessions
+from pion_wire.layout import DType, Layout, Side
+from tests.core.support import (
+    SMALL,
+    TENANT,
+    Machine,
+    assert_truth,
+    look,
+    matched,
+    put,
+    rows_of,
+    stray_files,
+    tokens,
+    truth,
+)
+
+FULL = tokens(200)
+KEYS = Layout(SMALL.tensors[:1])
+"""A prefix of one side: clients of the other wire may declare the other."""
+HALVES = Declaration(LayerSpec(8, "fp16"))
+LOSSY = Declaration(LayerSpec(32, "int8"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path / "data")
+    yield machine
+    machine.close()
+
+
+@pytest.fixture
+def store(machine: Machine) -> PrefixStore:
+    return machine.start()
+
+
+def nodes(store: PrefixStore) -> int:
+    with store._catalog.read() as transaction:
+        return int(transaction.all("SELECT count(*) FROM node", ())[0][0])
+
+
+def add_layer(store: PrefixStore, name: str, layer: int, spec: Declaration) -> None:
+    """Stores three rows of a layer of V, as a client of the other wire does."""
+    sessions = Sessions(store)
+    sessions.register(TENANT, name, {Side.V: spec})
+    assert spec.default is not None
+    values = np.ones((3, spec.default.width), np.float32)
+    sessions.write(TENANT, f"{name}_pv", layer, 0, 3, memoryview(values).cast("B"), DType.F32)
+
+
+def test_a_prefix_that_grows_is_not_matched_beyond_its_rows(store: PrefixStore) -> None:
+    put(store, "p", FULL, layout=KEYS)
+    put(store, "q", FULL[:400])
+    add_layer(store, "p", 5, HALVES)
+    result = matched(store, FULL)
+    assert result.prefix is not None
+    assert (result.prefix.namespace, result.matched_tokens) == ("q", 100)
+    assert_truth(store, "q", FULL[:400])
+
+
+@pytest.mark.parametrize("spec", [HALVES, LOSSY])
+def test_a_prefix_that_grows_leaves_no_entry_when_it_goes(
+    store: PrefixStore, spec: Declaration
+) -> None:
+    put(store, "p", FULL, layout=KEYS)
+    put(store, "c", FULL + tokens(40, salt=2), parent="p", base=150, layout=KEYS)
+    add_layer(store, "p", 5, spec)
+    assert matched(store, FULL + tokens(40, salt=2)).matched_tokens == 240
+    assert_truth(store, "c", FULL + tokens(40, salt=2), KEYS)
+    store.drop(TENANT, ["p"])
+    assert matched(store, FULL + tokens(40, salt=2)).matched_tokens == 240
+    assert_truth(store, "c", FULL + tokens(40, salt=2), KEYS)
+    store.drop(TENANT, ["c"])
+    assert nodes(store) == 0
+    assert stray_files(store) == []
+
+
+def test_saving_a_prefix_that_grew_takes_nothing_from_its_children(store: PrefixStore) -> None:
+    child = FULL + tokens(40, salt=2)
+    put(store, "p", FULL, layout=KEYS)
+    put(store, "c", child, parent="p", base=150, layout=KEYS)
+    add_layer(store, "p", 5, LOSSY)
+    for _ in range(2):
+        assert_truth(store, "c", child, KEYS)
+        store.save(TENANT, ["p"])
+    assert_truth(store, "c", child, KEYS)
+
+
+def forget_sides(store: PrefixStore) -> None:
+    """Declares so many sides elsewhere that those declared before go."""
+    sessions = Sessions(store, sides_max=SIDES_MIN)
+    for number in range(SIDES_MIN):
+        sessions.create(TENANT, f"other {number}_pk", HALVES, exactly=False)
+
+
+def test_a_side_that_goes_takes_no_rows_from_children(store: PrefixStore) -> None:
+    child = FULL + tokens(40, salt=2)
+    put(store, "p", FULL, layout=KEYS)
+    put(store, "c", child, parent="p", base=150, layout=KEYS)
+    add_layer(store, "p", 0, HALVES)
+    forget_sides(store)
+    store.save(None, [])
+    assert_truth(store, "c", child, KEYS)
+    assert matched(store, child).matched_tokens == 240
+
+
+def test_a_side_that_went_is_not_read_again_when_it_is_declared_anew(store: PrefixStore) -> None:
+    put(store, "p", FULL, layout=KEYS)
+    add_layer(store, "p", 0, HALVES)
+    store.save(TENANT, ["p"])
+    forget_sides(store)
+    info = look(store, "p").prefix
+    assert info is not None
+    assert {tensor.side for tensor in info.layout.tensors} == {Side.K}
+    assert rows_of(store, "p") == truth(KEYS, FULL)
+    sessions = Sessions(store)
+    sessions.register(TENANT, "p", {Side.V: HALVES})
+    row = np.arange(8, dtype=np.float16)
+    sessions.write(TENANT, "p_pv", 0, 2, 1, memoryview(row).cast("B"), DType.F16)
+    for _ in range(2):
+        found = store.read_rows(TENANT, "p", 0, Side.V, np.arange(4, dtype="<u4"))
+        assert found is not None
+        zeros = bytes(32)  # rows come as float32
+        assert b"".join(found[1]) == zeros + zeros + row.astype("<f4").tobytes() + zeros
+        store.save(TENANT, ["p"])
+
+
+def test_no_side_of_a_prefix_that_was_stored_whole_is_ever_forgotten(store: PrefixStore) -> None:
+    put(store, "p", FULL)
+    Sessions(store).register(TENANT, "p", dict.fromkeys(Side, HALVES))
+    forget_sides(store)
+    assert_truth(store, "p", FULL)
+    assert matched(store, FULL).matched_tokens == 200
