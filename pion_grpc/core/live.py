@@ -164,7 +164,8 @@ class RowsSession:
         overwrites = extent.first_row < had
         if overwrites:
             check_not_shared(transaction, row, extent.first_row)
-        kept = min(extent.first_row, row.base + min(counts))
+        count = row.base + min(counts)
+        kept = min(extent.first_row, count) if overwrites else count
         keep_tokens(transaction, row, kept, layout.fidelity)
         transaction.add_extent(row.id, extent)
         grown = max(end - had, 0)
@@ -177,7 +178,7 @@ class RowsSession:
             row.id,
             state="live",
             row_counts=json.dumps(counts),
-            token_count=row.base + min(counts),
+            token_count=count,
             disk_bytes=row.disk_bytes + self._bytes,
             boot=row.boot if on_disk else self._workshop.boot,
             **outgrown(row),

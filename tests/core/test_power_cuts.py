@@ -1,8 +1,9 @@
 """After a power cut: what was promised is there, and of the rest nothing is half there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pion_grpc.core.declaration import Declaration, LayerSpec
@@ -10,6 +11,7 @@ from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.sessions import Sessions
 from pion_grpc.core.values import Durability, FetchQuery, MissReason, State, Stored
 from pion_grpc.errors import NotStored
+from pion_grpc.storage.files import PowerCut
 from pion_wire.layout import DType, Side
 from tests.core.support import (
     SMALL,
@@ -289,18 +291,78 @@ def test_a_replacement_that_was_promised_never_gives_way_to_the_old(cuts: Cuts) 
 
 def test_files_that_come_back_with_the_power_are_removed_and_count(cuts: Cuts) -> None:
     store = cuts.start()
+    store.register(TENANT, "live", SMALL)
     put(store, "p", FULL, durability=DISK)
     put(store, "q", FULL[:400], durability=DISK)
     store.drop(TENANT, ["p"])
-    store.sync()  # the drop is on stable storage, the removal of the file's name is not
-    open_session = begin(store, "open", FULL, layout=layout(2))
-    fill(open_session)  # type: ignore[arg-type]
-    put(store, "r", FULL[:200], durability=DISK)
+    append(store, "live", 0, 5, DISK)  # syncs the drop, and not the directory where its file was
     store = cuts.cut()
     assert stray_files(store) == []
-    assert len(list(store.directory.segments.iterdir())) == 2
+    assert len(list(store.directory.segments.iterdir())) == 1
     totals = store.totals()
     assert abs(totals.disk_used_bytes - directory_bytes(cuts.machine.path)) < 1 << 16
+
+
+def test_a_store_that_was_cut_off_leaves_nothing(cuts: Cuts) -> None:
+    store = cuts.start()
+    fill(begin(store, "open", FULL, layout=layout(2)))  # type: ignore[arg-type]
+    put(store, "q", FULL[:400], durability=DISK)
+    store = cuts.cut()
+    assert stray_files(store) == []
+    assert len(list(store.directory.segments.iterdir())) == 1
+    with store._catalog.read() as transaction:
+        assert transaction.usage() == transaction.totals().bytes
+
+
+def test_rows_that_were_promised_bring_the_segment_below_them(cuts: Cuts) -> None:
+    store = cuts.start()
+    put(store, "p", FULL[:400])
+    put(store, "c", FULL[:800], parent="p", base=100)
+    append(store, "c", 200, 100, DISK)
+    store = cuts.cut()
+    assert rows_of(store, "c") == truth(SMALL, FULL)
+
+
+class Meanwhile(PowerCut):
+    """Does something else while a directory is being synced, as another thread might."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.act: Callable[[], object] = lambda: None
+
+    def sync_directory(self, path: Path) -> None:
+        act, self.act = self.act, lambda: None
+        act()
+        super().sync_directory(path)
+
+
+@pytest.mark.parametrize("syncs_before", [0, 1, 2])
+def test_rows_that_come_while_others_are_synced_take_none_with_them(
+    tmp_path: Path, syncs_before: int
+) -> None:
+    (tmp_path / "0").mkdir()
+    files = Meanwhile(tmp_path / "0")
+    machine = Machine(tmp_path / "0", files)
+    store = machine.start()
+    store.register(TENANT, "p", SMALL)
+    append(store, "p", 0, 10, PROCESS)
+
+    def wait(left: int) -> None:
+        if left:
+            files.act = lambda: wait(left - 1)
+        else:
+            write(store, "p", 10, b"unsynced" * 2)
+
+    wait_first = files.act = lambda: wait(syncs_before)
+    assert wait_first
+    write(store, "p", 11, b"promised" * 2, durability=DISK)
+    after = machine.cut_power(tmp_path / "1")
+    found = after.start().read_rows(TENANT, "p", 0, Side.K, np.arange(12, dtype="<u4"))
+    assert found is not None
+    promised = rows(10)[Side.K] + b"unsynced" * 2 + b"promised" * 2
+    assert b"".join(found[1]) == promised
+    after.close()
+    machine.close()
 
 
 def test_a_crash_loses_nothing_that_a_power_cut_may(cuts: Cuts) -> None:

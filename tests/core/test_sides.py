@@ -9,6 +9,8 @@ import pytest
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.sessions import SIDES_MIN, Sessions
+from pion_grpc.core.values import RowRange
+from pion_grpc.errors import InvalidRequest
 from pion_wire.layout import DType, Layout, Side
 from tests.core.support import (
     SMALL,
@@ -140,3 +142,28 @@ def test_no_side_of_a_prefix_that_was_stored_whole_is_ever_forgotten(store: Pref
     forget_sides(store)
     assert_truth(store, "p", FULL)
     assert matched(store, FULL).matched_tokens == 200
+
+
+def test_going_back_to_before_a_layer_takes_no_rows_that_children_share(
+    store: PrefixStore,
+) -> None:
+    put(store, "p", FULL, layout=KEYS)
+    snapshot = store.snapshots.take(TENANT, "p")
+    sessions = Sessions(store)
+    sessions.register(TENANT, "p", {Side.V: Declaration(LayerSpec(8, "raw"))})
+    values = np.arange(1_600, dtype="<f4")
+    sessions.write(TENANT, "p_pv", 0, 0, 200, memoryview(values).cast("B"), DType.F32)
+    assert matched(store, FULL).matched_tokens == 200, "no row of these tokens has changed"
+    store.save(TENANT, ["p"])
+    info = look(store, "p").prefix
+    assert info is not None
+    put(store, "c", FULL + tokens(9, salt=2), parent="p", base=200, layout=info.layout)
+    with pytest.raises(InvalidRequest):
+        store.snapshots.restore(TENANT, "p", snapshot)
+    rows = rows_of(store, "c", rows=RowRange(0, 200))
+    assert rows == {0: truth(SMALL, FULL)[0], 1: values.tobytes()}
+    store.drop(TENANT, ["c"])
+    store.snapshots.restore(TENANT, "p", snapshot)
+    assert matched(store, FULL).matched_tokens == 0, "a tensor of it has no rows"
+    put(store, "q", FULL[:400])
+    assert matched(store, FULL).matched_tokens == 100
