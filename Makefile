@@ -51,6 +51,7 @@ check: setup ## verify what `fix` writes, plus types, protos, stubs and import d
 	$(BIN)/buf lint protos
 	$(MAKE) --no-print-directory proto
 	git diff --exit-code --stat -- clients/python/pion_wire/v1
+	$(PYTEST) -q --collect-only >/dev/null || $(PYTEST) -q --collect-only
 	$(PYTEST) -q tests/unit/test_imports.py
 
 quick: setup ## unit and contract tests, under a minute: for every commit
