@@ -225,6 +225,8 @@ class PrefixStoreService:
             request.namespace,
             request.lease_id,
             rows=RowRange(request.rows.begin, request.rows.end),
+            slots=frozenset(request.slots),
+            part_kinds=frozenset(request.part_kinds),
         )
         lease_ms = request.lease_ms if request.HasField("lease_ms") else limits.LEASE_MS_DEFAULT
         export = self._store.export(call.tenant, query, lease_ms)

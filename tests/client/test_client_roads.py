@@ -374,6 +374,11 @@ def test_the_receipt_counts_the_road_that_was_taken(
     remote.fetch(name)
     assert (local.stats().bytes_exported, local.stats().bytes_streamed) == (size, size)
     assert local.stats().tokens_served == 200
+    for client in (local, remote):
+        local.reset_stats()
+        client.fetch(name, slots=[1], rows=(10, 60))
+        half = sum(array[:, 10:60].nbytes for array in layers[1])
+        assert local.stats().bytes_exported + local.stats().bytes_streamed == half
 
 
 def test_the_server_describes_itself(local: Client) -> None:

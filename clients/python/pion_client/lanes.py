@@ -67,6 +67,8 @@ class Lanes:
             lease_id=asked.lease_id,
             rows=asked.rows if asked.HasField("rows") else None,
             lease_ms=LEASE_MS,
+            slots=asked.slots,
+            part_kinds=asked.part_kinds,
         )
 
         def ask() -> pb.PrefixStoreExportResponse:

@@ -667,7 +667,9 @@ class PrefixStoreFetchHeader(_message.Message):
     reason: _types_pb2.MissReason.ValueType
     """Why not, or why less than asked."""
     total_bytes: _builtins.int
-    """Bytes of data in all chunks that follow, parts included."""
+    """Bytes of data in all chunks, parts included; also when resuming, where those that came before the
+    break are not sent again.
+    """
     token_ids: _builtins.bytes
     """The token ids of the streamed rows' whole prefix, from row 0 to rows.end, u32 LE; empty for
     prefixes stored without.
@@ -756,6 +758,8 @@ class PrefixStoreExportRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    PART_KINDS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """The prefix."""
     lease_id: _builtins.bytes
@@ -768,6 +772,16 @@ class PrefixStoreExportRequest(_message.Message):
     def rows(self) -> _types_pb2.RowRange:
         """Which rows; absent means all."""
 
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which slots the client will read; empty means all. The files hold all of them: this and the next
+        field say what the receipt counts.
+        """
+
+    @_builtins.property
+    def part_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of parts at `rows.end` that the client will read."""
+
     def __init__(
         self,
         *,
@@ -775,10 +789,12 @@ class PrefixStoreExportRequest(_message.Message):
         lease_id: _builtins.bytes = ...,
         rows: _types_pb2.RowRange | None = ...,
         lease_ms: _builtins.int | None = ...,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        part_kinds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_ms", b"lease_ms", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "namespace", b"namespace", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "namespace", b"namespace", "part_kinds", b"part_kinds", "rows", b"rows", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
