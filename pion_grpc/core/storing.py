@@ -11,6 +11,7 @@ import json
 
 from pion_grpc.core.matching import nodes
 from pion_grpc.core.order import PartOrder, RowOrder
+from pion_grpc.core.reading import chain_parts
 from pion_grpc.core.values import (
     BlockTable,
     Durability,
@@ -37,6 +38,9 @@ from pion_wire import limits
 from pion_wire.blocks import BLOCK_TOKENS, common_tokens, derived_namespace, root_hash
 from pion_wire.framing import PartChunk, RowChunk
 from pion_wire.segment import HEADER_BYTES_MAX, SegmentLayout
+
+_PART_BYTES = limits.PART_KIND_BYTES_MAX + 32
+"""What a part takes in a message beside its description, at most."""
 
 
 class StoreSession:
@@ -210,6 +214,8 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
         if existing is not None and existing.state == "registered" and not header.replace:
             _check_registered(existing, header)
         parent, base = _parent(transaction, tenant, header)
+        if parent is not None:
+            _check_parts(transaction.chain(parent), header, base)
         segment = SegmentLayout(
             layout=header.layout,
             row_counts=(header.token_count - base,) * len(header.layout.tensors),
@@ -245,6 +251,19 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
     workshop.space.sweep()
     name = f"segments/{workshop.directory.instance}-{prefix}.safetensors"
     return StoreSession(workshop, tenant, header, prefix, name, segment)
+
+
+def _check_parts(parents: list[PrefixRow], header: StoreHeader, base: int) -> None:
+    """Raises InvalidRequest if a prefix could not be described with the parts of its parents."""
+    inherited = [part for part in chain_parts(parents) if part.boundary_tokens <= base]
+    parts = [*inherited, *header.parts]
+    described = sum(len(part.description.encode()) + _PART_BYTES for part in parts)
+    # One message has the token ids, all parts, and once more those that it announces.
+    described_max = (limits.MESSAGE_BYTES_MAX - len(header.token_ids)) // 2
+    if len(parts) > limits.PARTS_MAX or described > described_max:
+        raise InvalidRequest(
+            "parts", f"{len(parts)} with those of its parents are too many: store it whole"
+        )
 
 
 def durable(workshop: Workshop, tenant: str, stored: Stored, wanted: Durability) -> Stored:

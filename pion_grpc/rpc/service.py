@@ -25,6 +25,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from pion_grpc.errors import InvalidRequest, NotAuthenticated, TooManyStreams
 from pion_grpc.rpc.errors import translated
+from pion_wire import limits
 
 
 class MessageSizes(NamedTuple):
@@ -36,9 +37,11 @@ class MessageSizes(NamedTuple):
     response: int
 
 
-SMALL_MESSAGES = MessageSizes(request=4 << 20, streamed=8 << 20, response=4 << 20)
-"""What a client takes that sets no limit of its own. Only the header of a Store may be larger: a million
-token ids, a table of 400,000 hashes and what little else there is."""
+SMALL_MESSAGES = MessageSizes(
+    request=limits.MESSAGE_BYTES_MAX, streamed=8 << 20, response=limits.MESSAGE_BYTES_MAX
+)
+"""Only the header of a Store may be larger: a million token ids, a table of 400,000 hashes, and what
+little else there is."""
 LARGE_MESSAGES = MessageSizes(request=65 << 20, streamed=65 << 20, response=65 << 20)
 """Of Attend: tensors of 64 MiB, and what is around them."""
 CROWD_WAIT_S = 2.0

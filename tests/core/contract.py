@@ -31,7 +31,7 @@ from pion_grpc.errors import (
     RowsOutOfRange,
 )
 from pion_wire.blocks import derived_namespace, root_hash
-from pion_wire.layout import DType, Layout, Side
+from pion_wire.layout import DType, Layout, PartInfo, Side
 from tests.core.support import (
     MODEL,
     SMALL,
@@ -404,6 +404,17 @@ class StoreContract:
         assert (result.matched_tokens, result.served_tokens) == (300, 100)
         assert result.prefix is not None
         assert [info.boundary_tokens for info in result.prefix.parts] == [100]
+
+    def test_no_chain_has_more_parts_than_one_message_describes(self, store: PrefixStore) -> None:
+        many = tuple(PartInfo("state", slot, 200, 0, "x" * 1_000) for slot in range(1_000))
+        put(store, "p", PROMPT, parts=many)
+        fields = {"parent": "p", "base": 200, "parts": many}
+        with pytest.raises(InvalidRequest) as refused:
+            put(store, "c", LONGER, **fields)
+        assert refused.value.field == "parts"
+        more = tuple(PartInfo("ring", slot, 270, 0, "x" * 1_000) for slot in range(800))
+        put(store, "c", LONGER, **{**fields, "parts": more})
+        put(store, "d", LONGER[: 4 * 250], parent="p", base=199, parts=many)
 
     def test_a_match_is_shortened_to_where_its_parts_are(self, store: PrefixStore) -> None:
         parts = (part("state", 128, b"s"), part("state", 64, b"t"))
