@@ -215,6 +215,14 @@ class PrefixStoreMachine(RuleBasedStateMachine):
             # A declaration is all catalogue; rows may still roll back to none.
             known.promised |= known.past[0] == (b"", b"")
 
+    def promise_chain(self, known: Known) -> None:
+        """Notes that a prefix, what it needs, and every commit are on stable storage."""
+        line: Known | None = known
+        while line is not None:
+            line.promise()
+            line = line.parent
+        self.synced()
+
     def settle(self, *spared: str) -> None:
         """Notes what has been evicted since, and that it might be."""
         visible = {info.namespace for info in self.stores[0].list_page(TENANT, count=100)}
@@ -318,12 +326,12 @@ class PrefixStoreMachine(RuleBasedStateMachine):
             assert old is None or old.generation != stored.generation
             self.become(name, known)
         assert stored.durability is DISK or durability is PROCESS
-        if stored.durability is DISK and durability is DISK:
-            line: Known | None = known
-            while line is not None:
-                line.promise()
-                line = line.parent if line.parent is not None else None
-            self.synced()
+        if stored.already_stored and stored.durability is DISK:
+            # Perhaps it was on stable storage before, and nothing else has been synced for it.
+            known.promise()
+            self.ghosts.pop(name, None)
+        elif durability is DISK:
+            self.promise_chain(known)
         self.settle(name)
 
     def register(self, which: int, name: str) -> None:
@@ -369,11 +377,7 @@ class PrefixStoreMachine(RuleBasedStateMachine):
         assert (written.generation == known.generation) == (row >= had)
         known.generation = written.generation
         if durability is DISK:
-            line: Known | None = known
-            while line is not None:
-                line.promise()
-                line = line.parent
-            self.synced()
+            self.promise_chain(known)
         self.settle(name)
 
     def save(self, which: int, pick: int) -> None:
@@ -389,12 +393,8 @@ class PrefixStoreMachine(RuleBasedStateMachine):
         assert count == (known.state == "live")
         if count:
             known.state = "sealed"
-            line: Known | None = known
-            while line is not None:
-                line.promise()
-                line = line.parent
+            self.promise_chain(known)
             self.forget_leases(known)
-            self.synced()
         self.settle(name)
 
     def drop(self, which: int, pick: int) -> None:
@@ -510,11 +510,12 @@ class PrefixStoreMachine(RuleBasedStateMachine):
                 assert any(k is None or not k.promised for k in possible), f"{name!r} was promised"
                 continue
             rows, ids = found
-            adopted = next((k for k in possible if k is not None and k.may_be(rows)), None)
-            assert adopted is not None, f"{name!r} is what it never was"
-            adopted.rows, adopted.ids = rows, ids
             info = look(self.stores[0], name).prefix
             assert info is not None
+            fits = [k for k in possible if k and k.base == info.base and k.may_be(rows)]
+            assert fits, f"{name!r} is what it never was"
+            adopted = fits[0]
+            adopted.rows, adopted.ids = rows, ids
             adopted.state, adopted.generation = info.state.value, info.generation
             adopted.promise()
             self.names[name] = adopted
