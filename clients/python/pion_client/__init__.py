@@ -7,16 +7,22 @@
         prefix = pion.fetch("greeting|v1")            # .layers, .token_ids, .token_count
         match = pion.match(model="...", token_ids=ids)  # the longest stored prefix
 
-`pion_client.mlx` has the integration with mlx-lm; it is the only module that needs MLX.
+`pion_client.mlx` has the integration with mlx-lm; it and what it imports are all that needs MLX.
+
+gRPC is loaded with the first name that needs it: `pion_client.retrieval` works without a server.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pion_client import arrays as _arrays  # noqa: F401  minds forks, from the first import on
 from pion_client import errors
-from pion_client.attend import AttendEntry, AttendState, Warmed
-from pion_client.client import Client
 from pion_client.errors import PionError
+from pion_client.tls import Tls
 from pion_client.values import (
     BlockTable,
     Description,
+    Encoded,
     Lookup,
     Match,
     MissReason,
@@ -32,6 +38,10 @@ from pion_client.values import (
 from pion_wire.blocks import make_namespace
 from pion_wire.layout import DType, Layout, LayoutError, PartInfo, Side, TensorLayout
 
+if TYPE_CHECKING:
+    from pion_client.attend import AttendEntry, AttendState, Warmed
+    from pion_client.client import Client
+
 __all__ = [
     "AttendEntry",
     "AttendState",
@@ -39,6 +49,7 @@ __all__ = [
     "Client",
     "DType",
     "Description",
+    "Encoded",
     "Layout",
     "LayoutError",
     "Lookup",
@@ -56,7 +67,21 @@ __all__ = [
     "Side",
     "Stored",
     "TensorLayout",
+    "Tls",
     "Warmed",
     "errors",
     "make_namespace",
 ]
+
+_NEED_GRPC = {
+    "AttendEntry": "pion_client.attend",
+    "AttendState": "pion_client.attend",
+    "Client": "pion_client.client",
+    "Warmed": "pion_client.attend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_GRPC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_NEED_GRPC[name]), name)

@@ -9,12 +9,13 @@ about the request, so what is safe to ask again is asked again (`from_transport`
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+
+if TYPE_CHECKING:  # who has a call to ask has imported it; who needs no server need not load it
+    import grpc
 
 DOMAIN = "pion.v1"
 
@@ -212,23 +213,23 @@ BY_REASON: dict[str, type[PionError]] = {
 
 # Statuses that nobody put an ErrorInfo to. UNKNOWN is what gRPC makes of a connection whose HTTP/2
 # stream was damaged; a proxy whose backend died says INTERNAL.
-_BY_CODE: dict[grpc.StatusCode, type[PionError]] = {
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.INTERNAL: Unavailable,
-    grpc.StatusCode.CANCELLED: Unavailable,
-    grpc.StatusCode.UNKNOWN: Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.UNIMPLEMENTED: NotSupported,
-    grpc.StatusCode.UNAUTHENTICATED: NotAuthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
+_BY_CODE: dict[str, type[PionError]] = {
+    "UNAVAILABLE": Unavailable,
+    "INTERNAL": Unavailable,
+    "CANCELLED": Unavailable,
+    "UNKNOWN": Unavailable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "UNIMPLEMENTED": NotSupported,
+    "UNAUTHENTICATED": NotAuthenticated,
+    "PERMISSION_DENIED": NotAllowed,
 }
 
 
-def from_rpc_error(error: grpc.RpcError) -> PionError:
+def from_rpc_error(error: "grpc.RpcError") -> PionError:
     """Returns what the status of an ended call means."""
     call: Any = error  # what gRPC raises is the ended call itself
-    code: grpc.StatusCode = call.code()
-    message = call.details() or code.name
+    code: str = call.code().name
+    message = call.details() or code
     info, retry_after_s = _details(call)
     if info is not None:
         kind = BY_REASON.get(info.reason, PionError)
@@ -236,8 +237,8 @@ def from_rpc_error(error: grpc.RpcError) -> PionError:
             message, reason=info.reason, metadata=info.metadata, retry_after_s=retry_after_s
         )
     kind = _BY_CODE.get(code, PionError)
-    reason = "" if code in _BY_CODE else code.name
-    return kind(f"{code.name}: {message}", reason=reason, from_transport=True)
+    reason = "" if code in _BY_CODE else code
+    return kind(f"{code}: {message}", reason=reason, from_transport=True)
 
 
 def may_ask_again(error: PionError) -> float | None:
@@ -252,7 +253,9 @@ def may_ask_again(error: PionError) -> float | None:
     return None
 
 
-def _details(call: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+def _details(call: "grpc.Call") -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+    from grpc_status import rpc_status
+
     try:
         status = rpc_status.from_call(call)
     except (ValueError, DecodeError):  # trailers that contradict the status are not ours
