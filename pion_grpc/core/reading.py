@@ -23,7 +23,7 @@ from pion_grpc.storage.catalog import ExtentRow, PrefixRow
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
 from pion_wire import limits
-from pion_wire.codecs import ArrayLayout
+from pion_wire.codecs import ArrayLayout, parse
 from pion_wire.layout import DType, Layout, LayoutError, PartInfo, TensorLayout
 from pion_wire.rows import decode_rows, zero_row
 from pion_wire.segment import SegmentLayout
@@ -461,7 +461,8 @@ def served_tensor(
     if tensor.codec == "raw":
         known = tensor.dtype in raw_types
     else:
-        known = codecs is None or tensor.codec in codecs
+        names = {tensor.codec, parse(tensor.codec).name}
+        known = codecs is None or not codecs.isdisjoint(names)
     if known:
         return tensor
     try:

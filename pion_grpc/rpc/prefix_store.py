@@ -476,9 +476,11 @@ def _check_hashes(field: str, hashes: bytes) -> None:
 
 
 def _codecs(names: Iterable[str]) -> frozenset[str]:
-    """Returns the codecs that a client decodes itself, by their canonical names."""
+    """Returns the codecs that a client decodes itself, by canonical name or by family."""
     try:
-        return frozenset(str(codecs.parse(name)) for name in names)
+        return frozenset(
+            name if name in codecs.FAMILIES else str(codecs.parse(name)) for name in names
+        )
     except ValueError as error:
         raise InvalidRequest("codecs", str(error)) from error
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
-from pion_client.errors import BadAnswer, NotSupported
+from pion_client.errors import BadAnswer, InvalidRequest
 from pion_client.fetching import DamagedChunk, Reception, ScatteredRows
-from pion_wire import limits
+from pion_wire import codecs, limits
 from pion_wire.framing import frame_header, frame_part, frame_rows
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from pion_wire.messages import layout_to_message
@@ -237,11 +237,63 @@ def test_more_than_the_caller_wants_is_refused() -> None:
         started(header(), bytes_max=len(K) + len(V) + len(STATE) - 1)
 
 
-def test_rows_in_an_unknown_form_are_refused_not_guessed() -> None:
-    lossy = Layout((TensorLayout(0, Side.K, 1, 32, DType.F16, "int8"),))
-    total = 10 * lossy.row_bytes
-    with pytest.raises(NotSupported):
-        started(header(layout=layout_to_message(lossy), total_bytes=total, parts=[]))
+INT8 = Layout((TensorLayout(0, Side.K, 2, 16, DType.BF16, "int8"),))
+CODES, SCALES, BIASES = (
+    array.tobytes()
+    for array in codecs.parse("int8").encode(np.linspace(-3, 3, 320, dtype="f4").reshape(10, 32))
+)
+
+
+def int8_header(**fields: Any) -> bytes:
+    message = {"layout": layout_to_message(INT8), "total_bytes": 400, "parts": []}
+    return header(**message | fields)
+
+
+def array_rows(index: int, data: bytes, begin: int, end: int) -> bytes:
+    size = len(data) // 10
+    return frame_rows(0, index, 10 + begin, end - begin, data[begin * size : end * size])
+
+
+@pytest.mark.parametrize("keep", [(), ("int8",)])
+def test_arrays_of_a_codec_are_not_mixed_up(keep: tuple[str, ...]) -> None:
+    reception = started(
+        int8_header(), array_rows(0, CODES, 0, 10), array_rows(1, SCALES, 0, 4), bytes_max=2_000,
+        keep=keep,
+    )  # fmt: skip
+    expected = {"generation": 7, "resume_array_index": 1, "resume_row": 14}
+    assert resumed(reception) == expected
+    reception.take(int8_header())
+    with pytest.raises(BadAnswer, match="next"):
+        reception.take(array_rows(2, BIASES, 4, 10))
+    for message in (array_rows(1, SCALES, 4, 10), array_rows(2, BIASES, 0, 10)):
+        reception.take(message)
+    assert reception.ended()
+    ((rows, _),) = reception.layers().pairs
+    if keep:
+        assert [array.shape for array in rows.arrays] == [(2, 10, 16), (10, 1), (10, 1)]
+        codes, *others = rows.arrays
+        assert codes.transpose(1, 0, 2).tobytes() == CODES
+        assert [array.tobytes() for array in others] == [SCALES, BIASES]
+        assert (rows.codec, rows.dtype, rows.token_count) == ("int8", DType.BF16, 10)
+    else:
+        assert (rows.shape, rows.dtype) == ((2, 10, 16), np.float32)
+        linear = np.linspace(-3, 3, 320).reshape(10, 2, 16).transpose(1, 0, 2)
+        np.testing.assert_allclose(rows, linear, atol=1e-2)
+
+
+def test_decoded_rows_count_as_what_they_become() -> None:
+    started(int8_header(), bytes_max=400, keep=("int8",))
+    with pytest.raises(BadAnswer, match="fetch_bytes_max"):
+        started(int8_header(), bytes_max=1_279)
+    started(int8_header(), bytes_max=1_280)
+
+
+def test_rows_that_are_too_long_decoded_are_refused_not_cut() -> None:
+    wide = Layout((TensorLayout(0, Side.K, 1, 32_768, DType.F16, "turbo2"),))
+    message = header(layout=layout_to_message(wide), total_bytes=10 * wide.row_bytes, parts=[])
+    with pytest.raises(InvalidRequest, match="ask for 'turbo2'"):
+        started(message, bytes_max=1 << 30)
+    started(message, bytes_max=1 << 30, keep=("turbo2",))
 
 
 def with_generation(generation: int) -> bytes:

@@ -2,22 +2,25 @@
 
 MLX is imported only where its arrays come in or are asked for. The one decision: the bits are moved as
 unsigned integers of their width. No value is ever converted, so no NaN loses its payload and bf16 never
-meets binary16.
+meets binary16. Only rows that were stored lossily are decoded, to float32, a tensor at a time as it has
+arrived.
 """
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pion_client.errors import Forked, InvalidRequest
-from pion_client.values import Array
+from pion_client.values import Array, Encoded
+from pion_wire import codecs
+from pion_wire.codecs import ArrayLayout
 from pion_wire.layout import DType, Layout, LayoutError, Side, TensorLayout
-from pion_wire.limits import CHUNK_BYTES_MAX
 
-_BITS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_BITS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 def invalid(field: str, message: str) -> InvalidRequest:
@@ -67,146 +70,191 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class Rows(NamedTuple):
-    """The rows of one tensor that will be sent: bits of shape (heads, tokens, dim), any strides."""
-
-    tensor: TensorLayout
-    bits: np.ndarray
-
-    @property
-    def token_count(self) -> int:
-        """Number of rows."""
-        return int(self.bits.shape[1])
-
-    def chunks(self) -> Iterator[tuple[int, int, memoryview]]:
-        """Yields (first row, rows, bytes) with at most 1 MiB of token-major bytes each."""
-        row_bytes = self.tensor.row_bytes
-        if not row_bytes:
-            return
-        step = CHUNK_BYTES_MAX // row_bytes
-        for first in range(0, self.token_count, step):
-            # One chunk is transposed at a time, in the processor's cache; never the whole tensor.
-            rows = np.ascontiguousarray(self.bits[:, first : first + step].transpose(1, 0, 2))
-            yield first, len(rows), rows.data.cast("B")
+def is_array(value: Any) -> bool:
+    """Whether it is a NumPy or an MLX array."""
+    return isinstance(value, np.ndarray) or _is_mlx(value)
 
 
-def rows_of(layers: Sequence[tuple[Array, Array]], slots: Sequence[int] | None) -> list[Rows]:
-    """Returns the tensors of `layers`, by slot, K before V; evaluates MLX arrays.
+def dtype_of(array: Array) -> DType:
+    """Returns the type of an array's values.
 
     Raises:
-        InvalidRequest: shapes, types or slots do not fit.
+        LayoutError: values of this type are not stored.
     """
-    numbers = range(len(layers)) if slots is None else slots
-    if len(numbers) != len(layers):
-        raise invalid("slots", f"{len(numbers)} slots for {len(layers)} layers")
-    tensors = []
-    for index, (slot, pair) in enumerate(zip(numbers, layers, strict=True)):
-        if len(pair) != 2:
-            raise invalid(f"layers[{index}]", "a layer is a pair of K and V")
-        for side, array in zip(Side, pair, strict=True):
-            tensors.append(tensor_rows(f"layers[{index}].{side}", int(slot), side, array))
-    return sorted(tensors, key=lambda rows: (rows.tensor.slot, rows.tensor.side))
-
-
-def tensor_rows(field: str, slot: int, side: Side, array: Array) -> Rows:
-    """Returns the rows of one array of shape (kv_heads, tokens, head_dim); raises as `rows_of` does."""
-    if not isinstance(array, np.ndarray) and not _is_mlx(array):
-        raise invalid(field, f"a {type(array).__name__} is neither a NumPy nor an MLX array")
-    if len(array.shape) != 3:
-        raise invalid(field, f"shape {tuple(array.shape)} is not (kv_heads, tokens, head_dim)")
-    try:
-        dtype = (
-            DType.of(array.dtype) if isinstance(array, np.ndarray) else _dtype_of_mlx(array.dtype)
-        )
-        tensor = TensorLayout(slot, side, int(array.shape[0]), int(array.shape[2]), dtype)
-    except LayoutError as error:
-        raise invalid(f"{field}.{error.field}", error.message) from error
-    bits = _BITS[dtype.itemsize]
     if isinstance(array, np.ndarray):
-        return Rows(tensor, array.view(bits))
+        return DType.of(array.dtype)
+    for known in DType:
+        if array.dtype == mlx_dtype(known):
+            return known
+    raise LayoutError("data_type", f"{array.dtype} is not stored; f32, f16 and bf16 are")
+
+
+def as_numpy(array: Array, dtype: "np.dtype[Any]") -> np.ndarray:
+    """Returns an array as NumPy's, not a copy; `dtype` is the name that NumPy has for its type."""
+    if isinstance(array, np.ndarray):
+        return array
     mx = mlx_core()
-    # Evaluates here, on the caller's thread: the stream is written by another one. Not a copy.
-    return Rows(tensor, np.asarray(array.view(mx.uint16 if dtype.itemsize == 2 else mx.uint32)))
+    bits = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[dtype.itemsize]
+    return np.asarray(array.view(bits)).view(dtype)
+
+
+class Taken(NamedTuple):
+    """A tensor that is fetched: as it comes, and as the caller gets it."""
+
+    stored: TensorLayout
+    given: TensorLayout
+    """The same, or raw float32: then it is decoded here."""
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether the caller gets something else than what comes."""
+        return self.stored != self.given
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the caller gets an `Encoded`."""
+        return self.given.codec != "raw"
+
+
+def taken(tensor: TensorLayout, keep: Container[str]) -> Taken:
+    """Returns how a caller gets a tensor that wants these codecs, or families, as they are stored.
+
+    Raises:
+        InvalidRequest: decoded, a row would exceed what a row may have.
+    """
+    codec = codecs.parse(tensor.codec)
+    if codec.lossless or tensor.codec in keep or codec.name in keep:
+        return Taken(tensor, tensor)
+    try:
+        given = TensorLayout(tensor.slot, tensor.side, tensor.heads, tensor.head_dim, DType.F32)
+    except LayoutError as error:
+        message = f"rows of {tensor.name} are too long decoded: ask for {tensor.codec!r}"
+        raise invalid("codecs", message) from error
+    return Taken(tensor, given)
 
 
 class Layers(NamedTuple):
     """What was fetched, by slot."""
 
-    pairs: list[tuple[Array, Array]]
+    pairs: list[tuple[Array | Encoded, Array | Encoded]]
     """(K, V), each (kv_heads, tokens, head_dim)."""
     slots: tuple[int, ...]
 
 
-class Destination(Protocol):
-    """Where fetched rows go, tensor by tensor."""
+class Destination(ABC):
+    """Where fetched rows go, tensor by tensor, of each its arrays in order.
 
-    arrays: dict[TensorLayout, Array]
-    """What is finished: (kv_heads, tokens, head_dim)."""
+    What is decoded comes into memory of its own first, which is used over and over.
+    """
 
-    def room(self, tensor: TensorLayout) -> np.ndarray:
-        """Returns memory for the rows of the next tensor: bytes, token-major, not initialised."""
+    def __init__(self, tensors: Sequence[Taken], row_count: int) -> None:
+        self.arrays: dict[TensorLayout, Array | Encoded] = {}
+        """What is finished, by what the caller gets: (kv_heads, tokens, head_dim)."""
+        self._row_count = row_count
+        self._memory = _Memory(self._memory_bytes(tensors))
+        decoded = (self._bytes_of(tensor.stored) for tensor in tensors if tensor.is_decoded)
+        self._encoded = _Memory(max(decoded, default=0))
+        self._rooms: list[np.ndarray] = []
 
-    def finish(self, tensor: TensorLayout, room: np.ndarray) -> None:
-        """Takes the filled memory back and makes an array of it."""
+    def room(self, tensor: Taken, array_index: int) -> np.ndarray:
+        """Returns memory for the rows of the next array: bytes, token-major, not initialised."""
+        if not array_index:
+            self._begin()
+        memory = self._encoded if tensor.is_decoded else self._memory
+        self._rooms.append(memory.take(self._row_count, tensor.stored.arrays[array_index]))
+        return self._rooms[-1]
+
+    def finish(self, tensor: Taken) -> None:
+        """Makes an array of a tensor whose memory is filled."""
+        rooms, self._rooms = self._rooms, []
+        layouts = tensor.given.arrays
+        if tensor.is_decoded:
+            decoded = self._memory.take(self._row_count, layouts[0])
+            _decode(tensor, rooms, decoded)
+            rooms = [decoded]
+        arrays = self._made(
+            [
+                room.view(layout.numpy).reshape(self._row_count, *layout.row_shape)
+                for room, layout in zip(rooms, layouts, strict=True)
+            ],
+            layouts,
+        )
+        self.arrays[tensor.given] = given(tensor.given, [by_head(array) for array in arrays])
+
+    def _bytes_of(self, tensor: TensorLayout) -> int:
+        return sum(_aligned(self._row_count * layout.row_bytes) for layout in tensor.arrays)
+
+    def _begin(self) -> None:
+        """A tensor begins: what is decoded of it may go where that of another was."""
+        self._encoded.used = 0
+
+    @abstractmethod
+    def _memory_bytes(self, tensors: Sequence[Taken]) -> int:
+        """Returns the size of the memory that the caller's arrays are made in."""
+
+    @abstractmethod
+    def _made(self, rows: list[np.ndarray], layouts: Sequence[ArrayLayout]) -> list[Array]:
+        """Returns the caller's arrays of filled memory, token-major."""
 
 
-class NumpyDestination:
+class NumpyDestination(Destination):
     """One block of fresh memory for everything; what comes out are views of it."""
 
-    def __init__(self, layout: Layout, row_count: int) -> None:
-        self.arrays: dict[TensorLayout, Array] = {}
-        self._row_count = row_count
-        # np.empty, not bytearray: pages that are only ever written once need not be cleared first.
-        sizes = (_aligned(row_count * tensor.row_bytes) for tensor in layout.tensors)
-        self._memory = np.empty(sum(sizes), np.uint8)
-        self._used = 0
+    def _memory_bytes(self, tensors: Sequence[Taken]) -> int:
+        return sum(self._bytes_of(tensor.given) for tensor in tensors)
 
-    def room(self, tensor: TensorLayout) -> np.ndarray:
-        """Returns the next stretch of the block."""
-        size = self._row_count * tensor.row_bytes
-        begin = self._used
-        self._used += _aligned(size)
-        return self._memory[begin : begin + size]
-
-    def finish(self, tensor: TensorLayout, room: np.ndarray) -> None:
-        """Keeps a view of it."""
-        values = _token_major(tensor, self._row_count, room).view(tensor.dtype.numpy)
-        self.arrays[tensor] = values.transpose(1, 0, 2)
+    def _made(self, rows: list[np.ndarray], layouts: Sequence[ArrayLayout]) -> list[Array]:
+        return rows
 
 
-class MlxDestination:
+class MlxDestination(Destination):
     """Memory of one tensor, used over and over; MLX copies out of it, while it is in the cache."""
 
-    def __init__(self, layout: Layout, row_count: int) -> None:
-        self.arrays: dict[TensorLayout, Array] = {}
-        self._row_count = row_count
-        largest = max((tensor.row_bytes for tensor in layout.tensors), default=0)
-        self._memory = np.empty(row_count * largest, np.uint8)
+    def _memory_bytes(self, tensors: Sequence[Taken]) -> int:
+        return max((self._bytes_of(tensor.given) for tensor in tensors), default=0)
 
-    def room(self, tensor: TensorLayout) -> np.ndarray:
-        """Returns the memory."""
-        return self._memory[: self._row_count * tensor.row_bytes]
+    def _begin(self) -> None:
+        super()._begin()
+        self._memory.used = 0
 
-    def finish(self, tensor: TensorLayout, room: np.ndarray) -> None:
-        """Copies it into an array of MLX, which is evaluated: another thread may use it."""
+    def _made(self, rows: list[np.ndarray], layouts: Sequence[ArrayLayout]) -> list[Array]:
         mx = mlx_core()
-        bits = mx.array(_token_major(tensor, self._row_count, room))
-        array = bits.view(mlx_dtype(tensor.dtype)).transpose(1, 0, 2)
-        mx.eval(array)
-        self.arrays[tensor] = array
+        arrays = [
+            mx.array(array.view(_BITS[array.itemsize])).view(mlx_type(layout.dtype))
+            for array, layout in zip(rows, layouts, strict=True)
+        ]
+        mx.eval(arrays)  # another thread may use them
+        return arrays
+
+
+class _Memory:
+    """A block of memory, given out from its beginning on.
+
+    np.empty, not bytearray: pages that are only ever written once need not be cleared first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.used = 0
+        self._block = np.empty(size, np.uint8)
+
+    def take(self, row_count: int, layout: ArrayLayout) -> np.ndarray:
+        size = row_count * layout.row_bytes
+        begin = self.used
+        self.used += _aligned(size)
+        return self._block[begin : begin + size]
 
 
 def layers_of(
-    layout: Layout, row_count: int, arrays: dict[TensorLayout, Array], *, as_mlx: bool
+    layout: Layout, row_count: int, arrays: dict[TensorLayout, Array | Encoded], *, as_mlx: bool
 ) -> Layers:
     """Returns the tensors by slot; a side that a slot does not have is empty."""
-    slots: dict[int, dict[Side, Array]] = {}
+    slots: dict[int, dict[Side, Array | Encoded]] = {}
     dtypes = {}
     for tensor in layout.tensors:
         slots.setdefault(tensor.slot, {})[tensor.side] = arrays[tensor]
         dtypes[tensor.slot] = tensor.dtype
 
-    def side(slot: int, which: Side) -> Array:
+    def side(slot: int, which: Side) -> Array | Encoded:
         array = slots[slot].get(which)
         return _empty(row_count, dtypes[slot], as_mlx=as_mlx) if array is None else array
 
@@ -214,9 +262,21 @@ def layers_of(
 
 
 def mlx_dtype(dtype: DType) -> Any:
-    """Returns MLX's name of a type."""
+    """Returns MLX's name of a type of values."""
+    return mlx_type(dtype.value)
+
+
+def mlx_type(name: str) -> Any:
+    """Returns MLX's name of a type of stored items."""
     mx = mlx_core()
-    return {DType.F32: mx.float32, DType.F16: mx.float16, DType.BF16: mx.bfloat16}[dtype]
+    return {
+        "F32": mx.float32,
+        "F16": mx.float16,
+        "BF16": mx.bfloat16,
+        "U32": mx.uint32,
+        "U8": mx.uint8,
+        "I8": mx.int8,
+    }[name]
 
 
 def _empty(row_count: int, dtype: DType, *, as_mlx: bool) -> Array:
@@ -231,19 +291,29 @@ def _aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def _token_major(tensor: TensorLayout, row_count: int, room: np.ndarray) -> np.ndarray:
-    bits = room.view(_BITS[tensor.dtype.itemsize])
-    return bits.reshape(row_count, tensor.heads, tensor.head_dim)
+def by_head(array: Array) -> Array:
+    """Returns [tokens, heads, items] as (heads, tokens, items); an array without heads as it is."""
+    return array.transpose(1, 0, 2) if array.ndim == 3 else array
 
 
-def _is_mlx(array: Array) -> bool:
+def _decode(tensor: Taken, rooms: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """Writes what the arrays of a tensor hold as float32."""
+    width = tensor.given.heads * tensor.given.head_dim
+    stored = [
+        room.view(layout.numpy).reshape(-1, layout.row_items)
+        for layout, room in zip(tensor.stored.arrays, rooms, strict=True)
+    ]
+    codecs.parse(tensor.stored.codec).decode(stored, out.view(np.float32).reshape(-1, width))
+
+
+def given(tensor: TensorLayout, arrays: Sequence[Array]) -> Array | Encoded:
+    """Returns what a caller gets of a tensor, whose arrays are (heads, tokens, items)."""
+    if tensor.codec == "raw":
+        return arrays[0]
+    return Encoded(tensor.codec, tensor.heads, tensor.head_dim, tuple(arrays), tensor.dtype)
+
+
+def _is_mlx(array: Any) -> bool:
     # Who has an MLX array has imported MLX.
     mx = sys.modules.get("mlx.core")
     return mx is not None and isinstance(array, mx.array)
-
-
-def _dtype_of_mlx(dtype: Any) -> DType:
-    for known in DType:
-        if dtype == mlx_dtype(known):
-            return known
-    raise LayoutError("data_type", f"{dtype} is not stored; f32, f16 and bf16 are")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from pion_client.arrays import Rows, invalid
+from pion_client.arrays import invalid
 from pion_client.connection import (
     STREAM_TIMEOUT_S,
     TRIES_ENDLESS,
@@ -23,6 +23,7 @@ from pion_client.connection import (
     retried,
 )
 from pion_client.errors import Unavailable
+from pion_client.rows import Rows
 from pion_client.storing import Outgoing, Progress
 from pion_client.values import Part
 

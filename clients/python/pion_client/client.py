@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 
 from pion_client import answers
-from pion_client.arrays import Rows, invalid, mlx_core, rows_of, tensor_rows, text
+from pion_client.arrays import invalid, mlx_core, text
 from pion_client.attend import Attending, AttendMixin
 from pion_client.calls import Calls
 from pion_client.connection import Connection, retried
@@ -30,8 +30,10 @@ from pion_client.values import (
     BlockTable,
     Description,
     DurabilityName,
+    Codecs,
     Lookup,
     Match,
+    Encoded,
     Part,
     Prefix,
     PrefixInfo,
@@ -46,6 +48,8 @@ from pion_wire import limits
 from pion_wire.blocks import pack_token_ids, route_key
 from pion_wire.layout import Layout, LayoutError, Side
 from pion_wire.messages import layout_to_message, part_to_message
+from pion_wire.codecs import FAMILIES
+from pion_wire.codecs import parse as parse_codec
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import stats_pb2, types_pb2
 
@@ -69,7 +73,7 @@ class Client(AttendMixin):
         fetch_bytes_max: more than this is refused before memory is allocated.
 
     Raises:
-        ValueError: the address, or a time, is none.
+        ValueError: the address, or a time, is none; or the certificates cannot be used.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Client(AttendMixin):
         self,
         namespace: str | None,
         *,
-        layers: Sequence[tuple[Array, Array]] | None,
+        layers: Sequence[tuple[Array | Encoded, Array | Encoded]] | None,
         token_ids: TokenIds,
         model: str,
         slots: Sequence[int] | None = None,
@@ -127,6 +131,7 @@ class Client(AttendMixin):
         base: int = 0,
         replace: bool = False,
         durability: DurabilityName = "process",
+        codecs: Codecs = "raw",
         prefill_ms: float = 0,
         table: BlockTable | None = None,
         parts: Sequence[Part] = (),
@@ -137,8 +142,8 @@ class Client(AttendMixin):
 
         Args:
             namespace: its name; None derives one from model and token ids.
-            layers: (K, V) per slot, each (kv_heads, tokens, head_dim), f32, f16 or bf16; None if there
-                are parts only. MLX arrays are evaluated here.
+            layers: (K, V) per slot, each (kv_heads, tokens, head_dim), f32, f16 or bf16, or an
+                `Encoded`; None if there are parts only. MLX arrays are evaluated here.
             token_ids: all of them, the parent's share included.
             model: what the rows depend on besides the tokens, 1 to 128 bytes.
             slots: the cache slot of each entry of `layers`; by default 0, 1, 2, …
@@ -146,6 +151,8 @@ class Client(AttendMixin):
                 rows from `base` on.
             base: how many.
             replace: put it in the place of what the name holds.
+            codecs: how arrays are stored: one codec for all, or by (slot, side) those that are not to be
+                raw, such as {(3, "v"): "int8"}. All but "raw" lose something. An `Encoded` says its own.
             durability: what the acknowledgement shall promise.
             prefill_ms: the measured time that computing the rows took; 0: not measured.
             table: a router's own hashes.
@@ -167,7 +174,7 @@ class Client(AttendMixin):
         if namespace == "":
             raise invalid("namespace", "is empty; None derives one")
         packed = _some(token_ids)
-        tensors = rows_of(layers or (), slots)
+        tensors = rows_of(layers or (), slots, codecs)
         layout = _layout_of(tensors, len(packed) // 4 - base)
         header = pb.PrefixStoreStoreHeader(
             namespace=text("namespace", namespace or ""),
@@ -207,7 +214,8 @@ class Client(AttendMixin):
         slot: int,
         side: Side | str,
         first_row: int,
-        rows: Array,
+        rows: Array | Encoded,
+        codec: str = "raw",
         durability: DurabilityName = "process",
         timeout_s: float | None = None,
     ) -> RowsWritten:
@@ -219,7 +227,8 @@ class Client(AttendMixin):
             namespace: a registered or stored prefix.
             slot, side: which tensor; the side is "k" or "v".
             first_row: where the first of them goes.
-            rows: (kv_heads, tokens, head_dim), of the tensor's type.
+            rows: (kv_heads, tokens, head_dim), of the tensor's type; or an `Encoded`.
+            codec: the tensor's; what it stores is encoded here.
             durability: what the acknowledgement shall promise.
             timeout_s: for everything; by default an hour.
 
@@ -229,7 +238,7 @@ class Client(AttendMixin):
             As `store` does.
         """
         side = _side(side)
-        tensor = tensor_rows("rows", slot, side, rows)
+        tensor = tensor_rows("rows", slot, side, rows, codec)
         header = pb.PrefixStoreWriteRowsHeader(
             namespace=text("namespace", namespace),
             slot=slot,
@@ -432,6 +441,7 @@ class Client(AttendMixin):
         progress: Progress | None = None,
         timeout_s: float | None = None,
         tries: int | None = None,
+        codecs: Sequence[str] = (),
     ) -> Prefix | None:
         """Brings a prefix back, whole and with the bits that were stored; None is a miss.
 
@@ -449,6 +459,9 @@ class Client(AttendMixin):
             progress: called with (bytes here, bytes in all); if it raises, the fetch is abandoned.
             timeout_s: for everything; by default an hour, as long as it makes progress. If given, a
                 server that restarts meanwhile is waited for.
+            codecs: what is stored with one of these comes as it is stored, an `Encoded`; all else that
+                was stored lossily comes decoded, float32. A name without parameters, such as
+                "mlx_affine", stands for every codec of that name.
             tries: as for `match`, in a row without anything coming.
 
         Raises:
@@ -470,12 +483,14 @@ class Client(AttendMixin):
         )
         try:
             return self._lanes.fetch(
+            codecs=FAMILIES,  # decoded here: fewer bytes cross the wire
                 asked,
                 as_mlx=as_mlx,
                 progress=progress,
                 route=self._routes.of(lease_id or namespace or ""),
                 deadline=self._calls.stream_deadline(timeout_s, tries),
             )
+                keep=_canonical(codecs),
         except (NotStored, DataCorrupt):
             return None
 
@@ -632,6 +647,13 @@ def _durability(name: DurabilityName) -> types_pb2.Durability.ValueType:
     if name not in answers.DURABILITIES:
         raise invalid("durability", f"{name!r} is neither 'process' nor 'disk'")
     return answers.DURABILITIES[name]
+def _canonical(codecs: Sequence[str]) -> frozenset[str]:
+    try:
+        return frozenset(name if name in FAMILIES else str(parse_codec(name)) for name in codecs)
+    except ValueError as error:
+        raise invalid("codecs", str(error)) from error
+
+
 
 
 def _side(name: Side | str) -> Side:

@@ -15,16 +15,24 @@ import contextlib
 import functools
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from crc32c import crc32c
 
 from pion_client import answers
-from pion_client.arrays import Layers, MlxDestination, NumpyDestination, layers_of, mlx_core
+from pion_client.arrays import (
+    Layers,
+    MlxDestination,
+    NumpyDestination,
+    by_head,
+    given,
+    layers_of,
+    mlx_core,
+)
 from pion_client.fetching import Announced, Progress, parts_of
-from pion_client.values import Array, Part
+from pion_client.values import Array, Encoded, Part
 from pion_wire import limits
 from pion_wire.layout import Layout, PartInfo, TensorLayout
 from pion_wire.segment import SegmentError, SegmentLayout, header_length, parse_header
@@ -68,12 +76,14 @@ class Exported:
         slots: Sequence[int],
         part_kinds: Sequence[str],
         bytes_max: int,
+        keep: Container[str] = (),
     ) -> None:
         """Opens everything and holds it against what was announced.
 
         Raises:
             CannotExport: it cannot be used; stream instead.
             BadAnswer: more bytes are announced than the caller wants.
+            InvalidRequest: decoded, a row would be too long.
         """
         self._stack = contextlib.ExitStack()
         with self._stack:
@@ -89,8 +99,7 @@ class Exported:
             wanted = tuple(t for t in prefix.layout.tensors if not slots or t.slot in slots)
             parts = tuple(info for info, *_ in self._found_parts)
             self.announced = Announced(prefix, Layout(wanted), rows, answer.token_ids, parts)
-            _check_codecs(wanted)
-            self.announced.check(bytes_max)
+            self._tensors = self.announced.check(bytes_max, keep)
             self._stack = self._stack.pop_all()
 
     def close(self) -> None:
@@ -115,13 +124,18 @@ class Exported:
             CannotExport: a file ends too early.
         """
         announced = self.announced
-        if as_mlx and self._mostly_used():
+        if as_mlx and self._mostly_used() and not any(t.is_decoded for t in self._tensors):
             arrays = self._load_mlx()
         else:
             arrays = self._read_rows(as_mlx, progress)
         if progress is not None:
             progress(announced.total_bytes, announced.total_bytes)
-        return layers_of(announced.layout, announced.row_count, arrays, as_mlx=as_mlx)
+        return layers_of(self.layout, announced.row_count, arrays, as_mlx=as_mlx)
+
+    @property
+    def layout(self) -> Layout:
+        """The tensors as the caller gets them."""
+        return Layout(tuple(tensor.given for tensor in self._tensors))
 
     def parts(self) -> tuple[Part, ...]:
         """Returns the parts that were asked for; raises as `layers` does."""
@@ -183,7 +197,7 @@ class Exported:
         held = sum(max(extent.header.row_counts, default=0) for extent in self._extents)
         return bool(self._extents) and used >= held * _MOSTLY
 
-    def _load_mlx(self) -> dict[TensorLayout, Array]:
+    def _load_mlx(self) -> dict[TensorLayout, Array | Encoded]:
         mx = mlx_core()
         try:
             files = [
@@ -191,42 +205,50 @@ class Exported:
                 for extent in self._extents
             ]
             arrays = {
-                tensor: self._joined(mx, files, tensor) for tensor in self.announced.layout.tensors
+                tensor: [
+                    by_head(self._joined(mx, files, tensor.name + layout.suffix))
+                    for layout in tensor.arrays
+                ]
+                for tensor in self.announced.layout.tensors
             }
             mx.eval(list(arrays.values()))
         except RuntimeError as error:  # MLX's word for a file that ends too early
             raise CannotExport(f"MLX cannot read the files: {error}") from error
-        return arrays
+        return {tensor: given(tensor, loaded) for tensor, loaded in arrays.items()}
 
-    def _joined(self, mx: Any, files: list[Any], tensor: TensorLayout) -> Array:
+    def _joined(self, mx: Any, files: list[Any], name: str) -> Array:
         pieces = []
         for file, extent in zip(files, self._extents, strict=True):
-            rows = file[tensor.name]
+            rows = file[name]
             if extent.row_count < len(rows):
                 rows = rows[extent.file_row : extent.file_row + extent.row_count]
             pieces.append(rows)
-        joined = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
-        return joined.transpose(1, 0, 2)
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
 
-    def _read_rows(self, as_mlx: bool, progress: Progress | None) -> dict[TensorLayout, Array]:
+    def _read_rows(
+        self, as_mlx: bool, progress: Progress | None
+    ) -> dict[TensorLayout, Array | Encoded]:
         announced = self.announced
         kind = MlxDestination if as_mlx else NumpyDestination
-        destination = kind(announced.layout, announced.row_count)
+        destination = kind(self._tensors, announced.row_count)
         done = 0
-        for tensor in announced.layout.tensors:
-            room = destination.room(tensor)
-            for extent in self._extents:
-                begin = (extent.first_row - announced.rows[0]) * tensor.row_bytes
-                end = begin + extent.row_count * tensor.row_bytes
-                entry = extent.header.arrays[tensor.name]
-                offset = extent.header.data_offset + entry.begin
-                offset += extent.file_row * tensor.row_bytes
-                _read_into(extent.descriptor, room[begin:end], offset)
-            destination.finish(tensor, room)
-            done += len(room)
+        for tensor in self._tensors:
+            for index, layout in enumerate(tensor.stored.arrays):
+                room = destination.room(tensor, index)
+                self._read_array(tensor.stored.name + layout.suffix, layout.row_bytes, room)
+                done += len(room)
+            destination.finish(tensor)
             if progress is not None:
                 progress(done, announced.total_bytes)
         return destination.arrays
+
+    def _read_array(self, name: str, row_bytes: int, room: np.ndarray) -> None:
+        for extent in self._extents:
+            begin = (extent.first_row - self.announced.rows[0]) * row_bytes
+            end = begin + extent.row_count * row_bytes
+            offset = extent.header.data_offset + extent.header.arrays[name].begin
+            offset += extent.file_row * row_bytes
+            _read_into(extent.descriptor, room[begin:end], offset)
 
 
 _parsed = functools.lru_cache(maxsize=32)(parse_header)
@@ -293,12 +315,6 @@ def _check_rows(extents: Sequence[_Extent], begin: int, end: int) -> None:
         at += extent.row_count
     if at != end or begin > end:
         raise CannotExport("the server named other rows than it announced")
-
-
-def _check_codecs(tensors: Sequence[TensorLayout]) -> None:
-    for tensor in tensors:
-        if tensor.codec != "raw":
-            raise CannotExport(f"rows stored as {tensor.codec} are decoded by the server")
 
 
 def _read_into(descriptor: int, memory: np.ndarray, offset: int) -> None:

@@ -7,7 +7,7 @@ copy. Memory is allocated once, after everything that was announced has been hel
 the limits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,16 @@ from crc32c import crc32c
 from google.protobuf.message import DecodeError
 
 from pion_client import answers
-from pion_client.arrays import Destination, Layers, MlxDestination, NumpyDestination, layers_of
-from pion_client.errors import BadAnswer, ChecksumMismatch, NotSupported
+from pion_client.arrays import (
+    Destination,
+    Layers,
+    MlxDestination,
+    NumpyDestination,
+    Taken,
+    layers_of,
+    taken,
+)
+from pion_client.errors import BadAnswer, ChecksumMismatch
 from pion_client.values import Part, PrefixInfo
 from pion_wire import limits
 from pion_wire.framing import FrameError, HeaderBytes, PartChunk, RowChunk, parse_message
@@ -53,12 +61,19 @@ class Announced(NamedTuple):
         parts = sum(part.size_bytes for part in self.parts)
         return self.row_count * self.layout.row_bytes + parts
 
-    def check(self, bytes_max: int) -> None:
+    def check(self, bytes_max: int, keep: Container[str]) -> list[Taken]:
         """Refuses what contradicts itself, or is more than the caller wants; allocates nothing.
+
+        Args:
+            bytes_max: the most that the caller wants, as it comes and as it gets it.
+            keep: codecs whose rows the caller wants as they are stored.
+
+        Returns:
+            How the caller gets the tensors.
 
         Raises:
             BadAnswer: it cannot be.
-            NotSupported: the rows are in a codec that this client does not decode.
+            InvalidRequest: decoded, a row would be too long.
         """
         begin, end = self.rows
         if not begin <= end <= limits.TOKENS_MAX:
@@ -67,21 +82,23 @@ class Announced(NamedTuple):
             raise BadAnswer(f"{len(self.token_ids)} bytes of token ids for {end} rows")
         if len(self.parts) > limits.PARTS_MAX:
             raise BadAnswer(f"{len(self.parts)} parts were announced")
-        if self.total_bytes > bytes_max:
-            raise BadAnswer(
-                f"{self.total_bytes} bytes were announced; fetch_bytes_max is {bytes_max}"
-            )
-        for tensor in self.layout.tensors:
-            _check_codec(tensor)
+        tensors = [taken(tensor, keep) for tensor in self.layout.tensors]
+        decoded = sum(tensor.given.row_bytes - tensor.stored.row_bytes for tensor in tensors)
+        total = self.total_bytes + max(0, decoded * self.row_count)
+        if total > bytes_max:
+            raise BadAnswer(f"{total} bytes were announced; fetch_bytes_max is {bytes_max}")
+        return tensors
 
 
 class _Piece(NamedTuple):
-    """A tensor or a part, in the order of the stream."""
+    """An array of a tensor, or a part, in the order of the stream."""
 
-    tensor: TensorLayout | None
+    tensor: Taken | None
     """None: a part."""
     number: int
     """Among the tensors, or among the parts."""
+    array: int
+    """Among the arrays of the tensor; 0 for a part."""
     size: int
     row_bytes: int
     """1 for a part."""
@@ -93,9 +110,15 @@ class Reception:
     """A fetch in progress, over as many streams as it takes."""
 
     def __init__(
-        self, *, bytes_max: int, as_mlx: bool = False, progress: Progress | None = None
+        self,
+        *,
+        bytes_max: int,
+        as_mlx: bool = False,
+        keep: Container[str] = (),
+        progress: Progress | None = None,
     ) -> None:
         self._bytes_max = bytes_max
+        self._keep = keep
         self._as_mlx = as_mlx
         self._progress = progress
         self._missed = False
@@ -106,6 +129,7 @@ class Reception:
         """Forgets everything: the rows have changed between two streams."""
         self.announced: Announced | None = None
         self.done_bytes = 0
+        self._tensors: list[Taken] = []
         self._pieces: list[_Piece] = []
         self._parts: list[np.ndarray] = []
         self._destination: Destination | None = None
@@ -128,6 +152,7 @@ class Reception:
             request.resume_part_offset_bytes = self._filled
         else:
             request.resume_tensor_index = piece.number
+            request.resume_array_index = piece.array
             request.resume_row = self._next_row(piece)
 
     def take(self, message: bytes) -> None:
@@ -136,7 +161,7 @@ class Reception:
         Raises:
             BadAnswer: it is not the next one, or contradicts what was announced.
             DamagedChunk: its bytes are not those that were sent.
-            NotSupported: the rows are in a codec that this client does not decode.
+            InvalidRequest: decoded, a row would be too long.
         """
         try:
             parsed = parse_message(message)
@@ -155,7 +180,12 @@ class Reception:
         assert self.announced is not None
         arrays = self._destination.arrays if self._destination is not None else {}
         row_count = self.announced.row_count
-        return layers_of(self.announced.layout, row_count, arrays, as_mlx=self._as_mlx)
+        return layers_of(self.layout, row_count, arrays, as_mlx=self._as_mlx)
+
+    @property
+    def layout(self) -> Layout:
+        """The tensors as the caller gets them."""
+        return Layout(tuple(tensor.given for tensor in self._tensors))
 
     def parts(self) -> tuple[Part, ...]:
         """Returns the parts."""
@@ -185,30 +215,24 @@ class Reception:
             raise BadAnswer("a resumed stream announces something else")
 
     def _begin(self, announced: Announced, total_bytes: int) -> None:
-        announced.check(self._bytes_max)
+        tensors = announced.check(self._bytes_max, self._keep)
         if total_bytes != announced.total_bytes:
             raise BadAnswer(
                 f"{total_bytes} bytes were announced, the layout makes {announced.total_bytes}"
             )
-        self.announced = announced
+        self.announced, self._tensors = announced, tensors
         kind = MlxDestination if self._as_mlx else NumpyDestination
-        self._destination = kind(announced.layout, announced.row_count)
+        self._destination = kind(tensors, announced.row_count)
         self._parts = [np.empty(part.size_bytes, np.uint8) for part in announced.parts]
+        first_row, row_count = announced.rows[0], announced.row_count
         self._pieces = [
-            *(
-                _Piece(
-                    tensor,
-                    index,
-                    announced.row_count * tensor.row_bytes,
-                    tensor.row_bytes,
-                    announced.rows[0],
-                )
-                for index, tensor in enumerate(announced.layout.tensors)
-            ),
-            *(
-                _Piece(None, index, part.size_bytes, 1, 0)
-                for index, part in enumerate(announced.parts)
-            ),
+            _Piece(tensor, index, array, row_count * layout.row_bytes, layout.row_bytes, first_row)
+            for index, tensor in enumerate(tensors)
+            for array, layout in enumerate(tensor.stored.arrays)
+        ]
+        self._pieces += [
+            _Piece(None, index, 0, part.size_bytes, 1, 0)
+            for index, part in enumerate(announced.parts)
         ]
         self._open_piece()
 
@@ -222,7 +246,7 @@ class Reception:
         if piece.tensor is None:
             want: tuple[Any, ...] = ("part", piece.number, self._filled)
         else:
-            want = ("rows", piece.number, 0, self._next_row(piece), count)
+            want = ("rows", piece.number, piece.array, self._next_row(piece), count)
         got = ("rows", *chunk[:4]) if isinstance(chunk, RowChunk) else ("part", *chunk[:2])
         if got != want or rest:
             raise BadAnswer(f"{size} bytes of {got} came where {want} was to be next")
@@ -249,7 +273,7 @@ class Reception:
             self._room = (
                 self._parts[piece.number]
                 if piece.tensor is None
-                else self._destination.room(piece.tensor)
+                else self._destination.room(piece.tensor, piece.array)
             )
             if piece.size:
                 return
@@ -260,9 +284,9 @@ class Reception:
         self._open_piece()
 
     def _finish(self, piece: _Piece) -> None:
-        if piece.tensor is not None:
+        if piece.tensor is not None and piece.array == len(piece.tensor.stored.arrays) - 1:
             assert self._destination is not None
-            self._destination.finish(piece.tensor, self._room)
+            self._destination.finish(piece.tensor)
         del self._pieces[0]
 
 
@@ -301,7 +325,8 @@ class ScatteredRows:
 
     def _begin(self, message: pb.PrefixStoreReadRowsResponse) -> None:
         (tensor,) = answers.layout(types_pb2.Layout(tensors=[message.tensor])).tensors
-        _check_codec(tensor)
+        if tensor.codec != "raw":
+            raise BadAnswer(f"{tensor.name} comes as {tensor.codec}, which nobody asked for")
         self._tensor = tensor
         self._data = np.empty(self._row_count * tensor.row_bytes, np.uint8)
 
@@ -336,8 +361,3 @@ def parts_of(infos: Sequence[PartInfo], memory: Sequence[np.ndarray]) -> tuple[P
 
 def _same(again: Announced, before: Announced) -> bool:
     return again.prefix.generation == before.prefix.generation and again[1:] == before[1:]
-
-
-def _check_codec(tensor: TensorLayout) -> None:
-    if tensor.codec != "raw":
-        raise NotSupported(f"{tensor.name} comes as {tensor.codec}, which is not decoded here")

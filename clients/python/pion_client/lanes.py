@@ -4,6 +4,7 @@ The caller sees no difference but in `transport` and `transport_reason`. A lane 
 server is elsewhere, or does not export) is not tried again.
 """
 
+from collections.abc import Container
 from typing import Literal
 
 from pion_client.arrays import Layers
@@ -13,6 +14,7 @@ from pion_client.errors import BadAnswer, GenerationDiffers, NotStored, NotSuppo
 from pion_client.export import LEASE_MS, CannotExport, Exported
 from pion_client.fetching import Announced, DamagedChunk, Progress, Reception
 from pion_client.values import Part, Prefix
+from pion_wire.layout import Layout
 from pion_wire.v1 import prefix_store_pb2 as pb
 
 
@@ -34,6 +36,7 @@ class Lanes:
         asked: pb.PrefixStoreFetchRequest,
         *,
         as_mlx: bool,
+        keep: Container[str],
         progress: Progress | None,
         route: str,
         deadline: Deadline,
@@ -47,17 +50,18 @@ class Lanes:
         because = self._stream_because
         if not because:
             try:
-                return self._from_files(asked, as_mlx, progress, route, deadline)
+                return self._from_files(asked, as_mlx, keep, progress, route, deadline)
             except CannotExport as why:
                 because = str(why)
                 if why.lasting:
                     self._stream_because = because
-        return self._from_stream(asked, as_mlx, progress, route, deadline, because)
+        return self._from_stream(asked, as_mlx, keep, progress, route, deadline, because)
 
     def _from_files(
         self,
         asked: pb.PrefixStoreFetchRequest,
         as_mlx: bool,
+        keep: Container[str],
         progress: Progress | None,
         route: str,
         deadline: Deadline,
@@ -83,13 +87,18 @@ class Lanes:
         except NotStored as error:  # or its rows are in no segment yet: the stream decides
             raise CannotExport(str(error)) from error
         exported = Exported(
-            answer, slots=asked.slots, part_kinds=asked.part_kinds, bytes_max=self._bytes_max
+            answer,
+            slots=asked.slots,
+            part_kinds=asked.part_kinds,
+            bytes_max=self._bytes_max,
+            keep=keep,
         )
         try:
             if self._verify:
                 exported.verify()
             layers = exported.layers(as_mlx=as_mlx, progress=progress)
-            return _prefix(exported.announced, layers, exported.parts(), "export", "")
+            parts = exported.parts()
+            return _prefix(exported.announced, exported.layout, layers, parts, "export", "")
         finally:
             exported.close()
 
@@ -97,12 +106,15 @@ class Lanes:
         self,
         asked: pb.PrefixStoreFetchRequest,
         as_mlx: bool,
+        keep: Container[str],
         progress: Progress | None,
         route: str,
         deadline: Deadline,
         because: str,
     ) -> Prefix | None:
-        reception = Reception(bytes_max=self._bytes_max, as_mlx=as_mlx, progress=progress)
+        reception = Reception(
+            bytes_max=self._bytes_max, as_mlx=as_mlx, keep=keep, progress=progress
+        )
         fruitless = 0
         while not reception.ended():
             before = reception.done_bytes
@@ -118,9 +130,8 @@ class Lanes:
                     raise
         if reception.announced is None:
             return None
-        return _prefix(
-            reception.announced, reception.layers(), reception.parts(), "stream", because
-        )
+        layers, parts = reception.layers(), reception.parts()
+        return _prefix(reception.announced, reception.layout, layers, parts, "stream", because)
 
     def _receive(
         self,
@@ -150,6 +161,7 @@ class Lanes:
 
 def _prefix(
     announced: Announced,
+    layout: Layout,
     layers: Layers,
     parts: tuple[Part, ...],
     transport: Literal["export", "stream"],
@@ -162,7 +174,7 @@ def _prefix(
         rows=announced.rows,
         layers=layers.pairs,
         slots=layers.slots,
-        layout=announced.layout,
+        layout=layout,
         fidelity=announced.prefix.fidelity,
         parts=parts,
         generation=announced.prefix.generation,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pion_client.arrays import Rows
+from pion_client.rows import Rows
 from pion_client.values import Part
 from pion_wire.framing import frame_header, frame_part, frame_rows
 from pion_wire.limits import CHUNK_BYTES_MAX
@@ -69,8 +69,8 @@ class Outgoing:
 
     def _chunks(self) -> Iterator[tuple[bytes, int]]:
         for index, rows in enumerate(self._tensors):
-            for first, count, data in rows.chunks():
-                yield frame_rows(index, 0, self._first_row + first, count, data), len(data)
+            for array, first, count, data in rows.chunks():
+                yield frame_rows(index, array, self._first_row + first, count, data), len(data)
         for index, part in enumerate(self._parts):
             view = memoryview(part.data).cast("B")
             for offset in range(0, len(view), CHUNK_BYTES_MAX):

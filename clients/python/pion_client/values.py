@@ -6,18 +6,20 @@ unpacked where asked for: a long prompt as a list of Python integers takes ten t
 
 import enum
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
 from pion_wire import limits
 from pion_wire.blocks import unpack_token_ids
-from pion_wire.layout import Layout, PartInfo
+from pion_wire.layout import DType, Layout, PartInfo, Side, TensorLayout
 
 Array: TypeAlias = Any
 """A NumPy or an MLX array of f32, f16 or bf16 (in NumPy: `ml_dtypes.bfloat16`)."""
+Codecs: TypeAlias = str | Mapping[tuple[int, Side | str], str]
+"""A codec for every tensor, or one per (slot, side) that is not to be raw."""
 TokenIds: TypeAlias = bytes | Sequence[int] | np.ndarray
 """Token ids; `bytes` are u32, little-endian, already."""
 DurabilityName: TypeAlias = Literal["process", "disk"]
@@ -83,6 +85,66 @@ class Part:
         return PartInfo(self.kind, self.slot, self.boundary_tokens, size, self.description)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """Rows of one side as a codec stores them: neither encoded when stored nor decoded when fetched.
+
+    An array that has a row per head is (kv_heads, tokens, items), another one (tokens, items); which
+    there are, `TensorLayout.arrays` says for every codec, and the package `pion_wire.codecs`.
+    """
+
+    codec: str
+    """Its name with parameters, such as "mlx_affine(4,64,bf16)"."""
+    heads: int
+    head_dim: int
+    arrays: tuple[Array, ...]
+    """NumPy or MLX arrays: of an affine codec codes (u32), scales and biases."""
+    dtype: DType = DType.F32
+    """Type of the values that were encoded."""
+
+    @classmethod
+    def quantized(
+        cls, codes: Array, scales: Array, biases: Array, *, group: int, bits: int
+    ) -> Self:
+        """Returns rows as `mx.quantize` gives them and `QuantizedKVCache` has them.
+
+        Args:
+            codes, scales, biases: each (kv_heads, tokens, items).
+            group: how many values share a scale.
+            bits: per value.
+
+        Raises:
+            ValueError: the scales are of a type that is not stored.
+        """
+        name = str(scales.dtype).rpartition(".")[2]
+        if name not in _SCALE_TYPES:
+            raise ValueError(f"scales of {name} are not stored; {', '.join(_SCALE_TYPES)} are")
+        dtype = _SCALE_TYPES[name]
+        return cls(
+            f"mlx_affine({bits},{group},{dtype.value.lower()})",
+            int(codes.shape[0]),
+            int(codes.shape[-1]) * 32 // bits,
+            (codes, scales, biases),
+            dtype,
+        )
+
+    @property
+    def token_count(self) -> int:
+        """Number of rows."""
+        return int(self.arrays[0].shape[-2])
+
+    def tensor(self, slot: int, side: Side) -> TensorLayout:
+        """Returns the layout of these rows at a place.
+
+        Raises:
+            LayoutError: there are no such rows.
+        """
+        return TensorLayout(slot, side, self.heads, self.head_dim, self.dtype, self.codec)
+
+
+_SCALE_TYPES = {"float16": DType.F16, "bfloat16": DType.BF16, "float32": DType.F32}
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixInfo:
     """What the server knows of a visible prefix."""
@@ -144,12 +206,13 @@ class Prefix:
     layers: list[tuple[Array, Array]]
     """(K, V) per slot, each (kv_heads, tokens, head_dim), with the stored type and bits.
 
-    NumPy arrays are views over token-major memory. A side that keeps nothing is (1, tokens, 0).
+    NumPy arrays are views over token-major memory. A side that keeps nothing is (1, tokens, 0). What
+    was stored with a lossy codec is float32, or an `Encoded` if its codec was asked for.
     """
     slots: tuple[int, ...]
     """The cache slot of each entry of `layers`."""
     layout: Layout
-    """The tensors as they came."""
+    """The tensors as they are in `layers`: decoded ones are raw float32."""
     fidelity: str
     """`raw`, or the codecs that the rows went through."""
     parts: tuple[Part, ...]

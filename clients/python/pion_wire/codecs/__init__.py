@@ -93,11 +93,12 @@ from pion_wire.codecs.affine import MlxAffine
 from pion_wire.codecs.base import ArrayLayout, Codec, row_type
 from pion_wire.codecs.blocks import Bf16RopeFp8Body, Fp8, Turbo
 from pion_wire.codecs.int8 import Int8
-from pion_wire.codecs.names import CHOICES, parse
+from pion_wire.codecs.names import CHOICES, FAMILIES, parse
 from pion_wire.codecs.plain import Fp16, Raw
 
 __all__ = [
     "CHOICES",
+    "FAMILIES",
     "ArrayLayout",
     "Bf16RopeFp8Body",
     "Codec",

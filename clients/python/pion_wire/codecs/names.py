@@ -28,6 +28,9 @@ _PLAIN: dict[str, Codec] = {
 CHOICES = (*_PLAIN, "mlx_affine(bits,group,scale type)", "bf16_rope_fp8_body(rope)")
 """What `parse` takes, for messages."""
 
+FAMILIES = (*dict.fromkeys(codec.name for codec in _PLAIN.values()), "bf16_rope_fp8_body")
+"""The names of codecs without their parameters: each stands for every codec of that name."""
+
 _SHOWN_MAX = 64  # characters of an unknown name in a message
 
 
