@@ -25,15 +25,16 @@ from pion_client.errors import BadAnswer, DataCorrupt, NotStored
 from pion_client.fetching import Progress, ScatteredRows
 from pion_client.lanes import Lanes
 from pion_client.routes import Routes
+from pion_client.rows import Rows, rows_of, tensor_rows
 from pion_client.values import (
     Array,
     BlockTable,
+    Codecs,
     Description,
     DurabilityName,
-    Codecs,
+    Encoded,
     Lookup,
     Match,
-    Encoded,
     Part,
     Prefix,
     PrefixInfo,
@@ -46,10 +47,10 @@ from pion_client.values import (
 )
 from pion_wire import limits
 from pion_wire.blocks import pack_token_ids, route_key
-from pion_wire.layout import Layout, LayoutError, Side
-from pion_wire.messages import layout_to_message, part_to_message
 from pion_wire.codecs import FAMILIES
 from pion_wire.codecs import parse as parse_codec
+from pion_wire.layout import Layout, LayoutError, Side
+from pion_wire.messages import layout_to_message, part_to_message
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import stats_pb2, types_pb2
 
@@ -127,11 +128,11 @@ class Client(AttendMixin):
         token_ids: TokenIds,
         model: str,
         slots: Sequence[int] | None = None,
+        codecs: Codecs = "raw",
         parent: str | None = None,
         base: int = 0,
         replace: bool = False,
         durability: DurabilityName = "process",
-        codecs: Codecs = "raw",
         prefill_ms: float = 0,
         table: BlockTable | None = None,
         parts: Sequence[Part] = (),
@@ -147,12 +148,12 @@ class Client(AttendMixin):
             token_ids: all of them, the parent's share included.
             model: what the rows depend on besides the tokens, 1 to 128 bytes.
             slots: the cache slot of each entry of `layers`; by default 0, 1, 2, …
+            codecs: how arrays are stored: one codec for all, or by (slot, side) those that are not to be
+                raw, such as {(3, "v"): "int8"}. All but "raw" lose something. An `Encoded` says its own.
             parent: a stored prefix whose first `base` rows are this one's; `layers` then hold the
                 rows from `base` on.
             base: how many.
             replace: put it in the place of what the name holds.
-            codecs: how arrays are stored: one codec for all, or by (slot, side) those that are not to be
-                raw, such as {(3, "v"): "int8"}. All but "raw" lose something. An `Encoded` says its own.
             durability: what the acknowledgement shall promise.
             prefill_ms: the measured time that computing the rows took; 0: not measured.
             table: a router's own hashes.
@@ -437,11 +438,11 @@ class Client(AttendMixin):
         rows: tuple[int, int] | None = None,
         slots: Sequence[int] | None = None,
         as_mlx: bool = False,
+        codecs: Sequence[str] = (),
         part_kinds: Sequence[str] = (),
         progress: Progress | None = None,
         timeout_s: float | None = None,
         tries: int | None = None,
-        codecs: Sequence[str] = (),
     ) -> Prefix | None:
         """Brings a prefix back, whole and with the bits that were stored; None is a miss.
 
@@ -455,13 +456,13 @@ class Client(AttendMixin):
             rows: only these, half-open; an end of 0 is the last row.
             slots: only these.
             as_mlx: MLX arrays, evaluated, instead of NumPy's.
+            codecs: what is stored with one of these comes as it is stored, an `Encoded`; all else that
+                was stored lossily comes decoded, float32. A name without parameters, such as
+                "mlx_affine", stands for every codec of that name.
             part_kinds: kinds of parts to bring along, those at the last row.
             progress: called with (bytes here, bytes in all); if it raises, the fetch is abandoned.
             timeout_s: for everything; by default an hour, as long as it makes progress. If given, a
                 server that restarts meanwhile is waited for.
-            codecs: what is stored with one of these comes as it is stored, an `Encoded`; all else that
-                was stored lossily comes decoded, float32. A name without parameters, such as
-                "mlx_affine", stands for every codec of that name.
             tries: as for `match`, in a row without anything coming.
 
         Raises:
@@ -479,18 +480,18 @@ class Client(AttendMixin):
             lease_id=lease_id,
             rows=_row_range(rows) if rows is not None else None,
             slots=slots or (),
+            codecs=FAMILIES,  # decoded here: fewer bytes cross the wire
             part_kinds=part_kinds,
         )
         try:
             return self._lanes.fetch(
-            codecs=FAMILIES,  # decoded here: fewer bytes cross the wire
                 asked,
                 as_mlx=as_mlx,
+                keep=_canonical(codecs),
                 progress=progress,
                 route=self._routes.of(lease_id or namespace or ""),
                 deadline=self._calls.stream_deadline(timeout_s, tries),
             )
-                keep=_canonical(codecs),
         except (NotStored, DataCorrupt):
             return None
 
@@ -643,10 +644,6 @@ def _layout_of(tensors: Sequence[Rows], row_count: int) -> Layout:
         raise invalid("slots", error.message) from error
 
 
-def _durability(name: DurabilityName) -> types_pb2.Durability.ValueType:
-    if name not in answers.DURABILITIES:
-        raise invalid("durability", f"{name!r} is neither 'process' nor 'disk'")
-    return answers.DURABILITIES[name]
 def _canonical(codecs: Sequence[str]) -> frozenset[str]:
     try:
         return frozenset(name if name in FAMILIES else str(parse_codec(name)) for name in codecs)
@@ -654,6 +651,10 @@ def _canonical(codecs: Sequence[str]) -> frozenset[str]:
         raise invalid("codecs", str(error)) from error
 
 
+def _durability(name: DurabilityName) -> types_pb2.Durability.ValueType:
+    if name not in answers.DURABILITIES:
+        raise invalid("durability", f"{name!r} is neither 'process' nor 'disk'")
+    return answers.DURABILITIES[name]
 
 
 def _side(name: Side | str) -> Side:
