@@ -233,6 +233,22 @@ class Config:
         "FILE",
     )
 
+    tls_cert: Path | None = _setting(
+        None,
+        lambda t: Path(t).expanduser(),
+        "certificate of the gRPC address, PEM, read anew when it changes; none: no TLS",
+        "FILE",
+    )
+    tls_key: Path | None = _setting(
+        None, lambda t: Path(t).expanduser(), "key of that certificate", "FILE"
+    )
+    tls_client_ca: Path | None = _setting(
+        None,
+        lambda t: Path(t).expanduser(),
+        "mutual TLS: clients must have a certificate of this CA",
+        "FILE",
+    )
+
     tenants: tuple[str, ...] = _setting(
         (),
         parse_pairs,
@@ -262,6 +278,12 @@ class Config:
             raise ValueError("--workers: 1 to 64")
         if self.max_sessions == 1 or self.max_sessions < 0:
             raise ValueError("--max-sessions: 0, or at least 2: a prefix has two sides")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key: a certificate and its key go together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca: needs a certificate of the server's, --tls-cert")
+        if self.tls_cert is not None and self.listen.startswith("unix:"):
+            raise ValueError("--tls-cert: a Unix socket needs no TLS: listen on HOST:PORT")
         if self.fa_window < 0:
             raise ValueError("--fa-window: 0 or more")
         for name in ("stall_ms", "drain_ms", "grace_ms"):
@@ -272,6 +294,11 @@ class Config:
     def exports(self) -> bool:
         """Whether clients on this host may be told of files: not where tenants share it."""
         return not (self.no_export or self.tenants)
+
+    @property
+    def knows_clients(self) -> bool:
+        """Whether the gRPC address lets in only clients with a certificate (mutual TLS)."""
+        return self.tls_client_ca is not None
 
     def access(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Returns the passwords by tenant, the administrator's under an empty name; none: no password.

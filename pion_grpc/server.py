@@ -42,10 +42,12 @@ from pion_grpc.rpc.service import (
 )
 from pion_grpc.rpc.ssm_state import SSMStateService
 from pion_grpc.rpc.stats import StatsService
+from pion_grpc.rpc.tls import Certificates
 from pion_grpc.rpc.unimplemented import UnimplementedService
 from pion_grpc.storage.catalog import unix_ms
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.worker import Worker, supervise
+from pion_wire.certificates import CertificateFiles
 from pion_wire.v1 import attend_pb2, prefix_store_pb2, ssm_state_pb2, stats_pb2
 
 UNARY_THREADS = 32
@@ -103,6 +105,7 @@ class Server:
         except ValueError as error:
             raise CannotStart(str(error)) from error
         check_exposure(config, passwords.get("", ""))
+        certificates = certificates_of(config)
         os.umask(0o077)
         tune_allocator()
         tune_blas()
@@ -133,7 +136,7 @@ class Server:
         )
         self._health = health.HealthServicer(experimental_thread_pool=self._health_pool)
         self._add_services(credentials)
-        self.address = self._bind(config.listen)
+        self.address = self._bind(config.listen, certificates)
         self.resp = self._resp_server(access)
 
     def start(self) -> None:
@@ -153,6 +156,7 @@ class Server:
             grpc=self.address,
             **({"resp": self.resp.address} if self.resp is not None else {}),
             pid=os.getpid(),
+            **({"tls": tls_kind(self._config)} if self._config.tls_cert is not None else {}),
             data=str(self._directory.path),
             version=__version__,
             attend=self.attend.backend.name if self.attend else "off",
@@ -239,14 +243,17 @@ class Server:
             [*self._services[1:], health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
         )
 
-    def _bind(self, listen: str) -> str:
+    def _bind(self, listen: str, certificates: Certificates | None) -> str:
         if self._worker is not None and not self._worker.serves_grpc(listen):
             return ""
         if listen.startswith("unix:"):
             path = Path(listen.removeprefix("unix:"))
             _remove_dead_socket(path)
         try:
-            port = self._server.add_insecure_port(listen)
+            if certificates is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, certificates.credentials())
         except RuntimeError as error:
             self.store.close()
             raise CannotStart(f"cannot listen on {listen}: is another server there?") from error
@@ -335,15 +342,36 @@ def check_exposure(config: Config, password: str) -> None:
     """Raises CannotStart for an address beyond this host that anyone could use."""
     if password:
         return
-    for listen in filter(None, (config.listen, config.resp)):
-        if parse_address(listen).is_local:
+    for listen, closed in ((config.listen, config.knows_clients), (config.resp, False)):
+        if not listen or closed or parse_address(listen).is_local:
             continue
         if not config.insecure_bind:
+            instead = (
+                ""
+                if listen == config.resp
+                else "or have clients show a certificate (--tls-client-ca), "
+            )
             raise CannotStart(
                 f"{listen} can be reached from other hosts and no password is set: set PION_PASSWORD "
-                "or --password-file, or listen on 127.0.0.1; --insecure-bind overrides"
+                f"or --password-file, {instead}or listen on 127.0.0.1; --insecure-bind overrides"
             )
         _log.warning("anyone who can reach this address may read and write", listen=listen)
+
+
+def certificates_of(config: Config) -> Certificates | None:
+    """Returns the certificates that a configuration names; None: no TLS.
+
+    Raises:
+        CannotStart: they cannot be used.
+    """
+    if config.tls_cert is None:
+        return None
+    return Certificates(CertificateFiles(config.tls_client_ca, config.tls_cert, config.tls_key))
+
+
+def tls_kind(config: Config) -> str:
+    """Returns what the log calls it."""
+    return "mutual" if config.knows_clients else "server"
 
 
 def attend_backend(config: Config) -> backends.Backend | None:

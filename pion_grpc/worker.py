@@ -182,7 +182,7 @@ def _described(config: Config, index: int, sockets: list[int | None] | None, rea
 def _told_by(stream: IO[bytes]) -> tuple[Config, Worker]:
     told = json.loads(stream.readline())
     values = told["config"]
-    for name in ("data", "password_file"):
+    for name in ("data", "password_file", "tls_cert", "tls_key", "tls_client_ca"):
         values[name] = Path(values[name]) if values[name] is not None else None
     values["tenants"] = tuple(values["tenants"])
     config = Config(**values)

@@ -232,6 +232,19 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("PION_PASSWORD_FILE") or None,
         help="file with the password (or PION_PASSWORD)",
     )
+    for flag, text in (
+        ("--tls-ca", "certificates that the server's must come from (PION_TLS_CA)"),
+        ("--tls-cert", "our own certificate, for mutual TLS (PION_TLS_CERT)"),
+        ("--tls-key", "the key of that certificate (PION_TLS_KEY)"),
+    ):
+        variable = "PION_" + flag.removeprefix("--").replace("-", "_").upper()
+        group.add_argument(
+            flag,
+            metavar="FILE",
+            type=lambda text: Path(text).expanduser(),
+            default=os.environ.get(variable) or None,
+            help=text,
+        )
 
 
 def _command(

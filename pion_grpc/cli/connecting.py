@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pion_client import Client, errors
+from pion_client import Client, Tls, errors
 from pion_client.connection import Connection
 from pion_grpc.cli.arguments import DEFAULT_ADDRESS
 from pion_grpc.cli.failure import CommandFailed
@@ -30,10 +30,11 @@ def connected(options: argparse.Namespace, *, timeout_s: float = 5.0) -> Iterato
             options.address,
             tenant=options.tenant,
             password=password(options),
+            tls=tls(options),
             timeout_s=timeout_s,
         )
     except ValueError as error:
-        raise CommandFailed(f"--address: {error}", reason="INVALID") from error
+        raise CommandFailed(f"--address or --tls-…: {error}", reason="INVALID") from error
     with explained(options), client:
         yield client
 
@@ -54,7 +55,10 @@ def wired(options: argparse.Namespace) -> Iterator[Wire]:
     """
     tenant = os.environ.get("PION_TENANT", "") if options.tenant is None else options.tenant
     secret = password(options) or os.environ.get("PION_PASSWORD")
-    connection = Connection(options.address, tenant=tenant, password=secret)
+    try:
+        connection = Connection(options.address, tenant=tenant, password=secret, tls=tls(options))
+    except ValueError as error:
+        raise CommandFailed(f"--address or --tls-…: {error}", reason="INVALID") from error
     with explained(options), contextlib.closing(connection):
         yield Wire(connection, tenant)
 
@@ -77,6 +81,12 @@ def password(options: argparse.Namespace) -> str | None:
         return path.read_text().rstrip()
     except OSError as error:
         raise CommandFailed(f"--password-file: {error}", reason="INVALID") from error
+
+
+def tls(options: argparse.Namespace) -> Tls | None:
+    """Returns the certificates that the flags or the environment name; a Unix socket needs none."""
+    given = Tls(options.tls_ca, options.tls_cert, options.tls_key)
+    return given if given != Tls() and not options.address.startswith("unix:") else None
 
 
 def _advice(address: str, error: errors.PionError) -> str:

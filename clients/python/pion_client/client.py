@@ -26,6 +26,7 @@ from pion_client.fetching import Progress, ScatteredRows
 from pion_client.lanes import Lanes
 from pion_client.routes import Routes
 from pion_client.rows import Rows, rows_of, tensor_rows
+from pion_client.tls import Tls
 from pion_client.values import (
     Array,
     BlockTable,
@@ -68,6 +69,7 @@ class Client(AttendMixin):
         export: read the server's files where it runs on this host; False always streams.
         verify: check every page of those files against its checksum first.
         tenant, password: who asks; by default PION_TENANT and PION_PASSWORD of the environment.
+        tls: an encrypted connection; by default what PION_TLS_CA, PION_TLS_CERT and PION_TLS_KEY name.
         timeout_s: how long a call may take, what is tried again included; streams have their own.
             A read or a store is tried three times; with a `timeout_s` of its own until that is over.
         stall_timeout_s: how long a stream may make no progress.
@@ -85,6 +87,7 @@ class Client(AttendMixin):
         verify: bool = False,
         tenant: str | None = None,
         password: str | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 5.0,
         stall_timeout_s: float = 30.0,
         fetch_bytes_max: int = 16 << 30,
@@ -93,7 +96,7 @@ class Client(AttendMixin):
         self._tenant = os.environ.get("PION_TENANT", "") if tenant is None else tenant
         if password is None:
             password = os.environ.get("PION_PASSWORD") or None
-        self._connection = Connection(address, tenant=self._tenant, password=password)
+        self._connection = Connection(address, tenant=self._tenant, password=password, tls=tls)
         self._calls = Calls(self._connection, timeout_s, stall_timeout_s)
         self._lanes = Lanes(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
         self._routes = Routes()

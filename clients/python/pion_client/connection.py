@@ -1,6 +1,6 @@
 """The connection: one lazily made channel, the metadata and a deadline on every call, and forks.
 
-Knows addresses and gRPC, nothing of prefixes.
+Knows addresses, TLS and gRPC, nothing of prefixes.
 
 The one decision concerns forks. gRPC's threads do not exist in a forked child, and its sockets are the
 parent's. gRPC mends itself in the child only if nothing of it was running at the moment of the fork;
@@ -31,10 +31,12 @@ from pion_client.errors import (
     ClientClosed,
     DeadlineExceeded,
     Forked,
+    InvalidRequest,
     PionError,
     from_rpc_error,
     may_ask_again,
 )
+from pion_client.tls import Tls
 from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.v1.attend_pb2_grpc import AttendStub
 from pion_wire.v1.prefix_store_pb2_grpc import PrefixStoreStub
@@ -122,9 +124,28 @@ class Stubs:
 class Connection:
     """One server, as one client sees it. Thread-safe; see the module for forks."""
 
-    def __init__(self, address: str, *, tenant: str = "", password: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        tenant: str = "",
+        password: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        """Connects nothing yet.
+
+        Args:
+            address: `host:port` or `unix:/path`.
+            tenant, password: who asks.
+            tls: by default what the environment names; nothing there: not encrypted.
+
+        Raises:
+            ValueError: the address is none, or the certificates cannot be used.
+        """
         self.target = target_of(address)
         self.is_local = is_local(self.target)
+        self._tls = _tls_of(self.target, tls)
+        self._stamp: object = None
         self._authorization: Metadata = ()
         if password is not None:
             pair = base64.b64encode(f"{tenant}:{password}".encode()).decode()
@@ -154,7 +175,10 @@ class Connection:
             except grpc.RpcError as error:
                 if self._closed:
                     raise ClientClosed("the client was closed during the call") from error
-                raise from_rpc_error(error) from error
+                meaning = from_rpc_error(error)
+                if meaning.from_transport:
+                    self._renew(stubs)
+                raise meaning from error
             except ValueError as error:
                 if self._closed and not isinstance(error, PionError):  # gRPC's word for it
                     raise ClientClosed("the client has been closed") from error
@@ -178,8 +202,30 @@ class Connection:
                 options = list(CHANNEL_OPTIONS)
                 if self.is_local:  # a proxy elsewhere cannot reach this host's loopback
                     options.append(("grpc.enable_http_proxy", 0))
-                self._stubs = Stubs(grpc.insecure_channel(self.target, options=options))
+                self._stubs = Stubs(self._channel(options))
             return self._stubs
+
+    def _channel(self, options: list[tuple[str, int | str]]) -> grpc.Channel:
+        if self._tls is None:
+            return grpc.insecure_channel(self.target, options=options)
+        self._stamp = self._tls.files.stamp()
+        try:
+            credentials = self._tls.credentials()
+        except ValueError as error:
+            raise InvalidRequest(str(error), metadata={"field": "tls"}) from error
+        return grpc.secure_channel(self.target, credentials, options=options)
+
+    def _renew(self, stubs: Stubs) -> None:
+        """Has the next call make a new channel if there are new certificates.
+
+        The old one is left to the calls that are on it, and goes with the last of them.
+        """
+        if self._tls is None:
+            return
+        stamp = self._tls.files.stamp()
+        with self._lock:
+            if self._stubs is stubs and stamp != self._stamp:
+                self._stubs = None
 
     def _forked(self) -> None:
         """In the child: leaves what belongs to the parent alone, for ever."""
@@ -300,6 +346,22 @@ def is_local(target: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _tls_of(target: str, tls: Tls | None) -> Tls | None:
+    """Returns how a target is spoken to; a Unix socket is never encrypted.
+
+    Raises:
+        ValueError: the certificates cannot be used.
+    """
+    if target.startswith("unix:"):
+        if tls is not None:
+            raise ValueError("tls: a Unix socket is not encrypted")
+        return None
+    tls = Tls.from_environment() if tls is None else tls
+    if tls is not None:
+        tls.credentials()
+    return tls
 
 
 class _Process:
