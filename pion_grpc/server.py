@@ -277,7 +277,9 @@ class Server:
         )
         sockets = self._worker.resp if self._worker else None
         try:
-            return RespServer(self.store, self.states, access, settings, sockets=sockets)
+            return RespServer(
+                self.store, self.states, access, settings, self.attend, sockets=sockets
+            )
         except CannotStart:
             self.store.close()
             raise

@@ -22,6 +22,8 @@ from pion_grpc.backends.base import (
 
 Buffer = bytes | bytearray | memoryview
 
+ROW_BYTES_MAX = (1 << 62) - 1
+"""Of one row of all heads: of no rows NumPy makes an array of that shape, and of no larger one."""
 F32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -43,6 +45,7 @@ def tensor(data: Buffer, heads: int, dim: int, field: str, rows: int | None = No
     _require(heads > 0 and dim > 0, field, "heads and dim must be positive")
     size = memoryview(data).nbytes
     row_bytes = heads * dim * 4
+    _require(row_bytes <= ROW_BYTES_MAX, field, "heads and dim are larger than any memory")
     _require(size % row_bytes == 0, field, f"{size} bytes are no multiple of {row_bytes}")
     got = size // row_bytes
     if rows is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pion_grpc.core.access import Access
+from pion_grpc.core.attend import Attend
 from pion_grpc.core.blobs import WrittenBlob
 from pion_grpc.core.copying import Copier
 from pion_grpc.core.keyspace import Keys, Keyspace
@@ -146,6 +147,8 @@ class Services:
     copier: Copier
     keyspace: Keyspace
     access: Access
+    attend: Attend | None
+    """None: this server does not compute attention."""
     clients: Clients
     facts: Facts
     options: Options

@@ -3,19 +3,25 @@
 Runs on the event loop like RESP; a query is answered on a worker. One frame is answered after the other,
 in order. A client of this lane may send less than it announced and wait for an answer: it ignores how
 much a send took. So a frame that stalls in the middle is answered with ERROR, and the connection ends.
+
+The one decision: as long as a frame waits for the one before it, or an answer for the peer to take it,
+no more is read. So a connection holds three bodies and one answer at most, whatever is sent.
 """
 
 import asyncio
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple, TypeAlias, cast
 
 import structlog
 
 from pion_grpc.core.access import Access
+from pion_grpc.core.attend import Attend, Key
+from pion_grpc.core.attend_query import Ask, SuffixBytes
+from pion_grpc.errors import Cold, PionError
 from pion_grpc.resp.binary_lane import (
     BODY_BYTES_MAX,
     Command,
@@ -37,8 +43,6 @@ RECEIVE_BUFFER_BYTES = 8 << 20
 """Asked of the kernel: the more it takes at once, the less a client's single send is cut."""
 
 FusedAnswer: TypeAlias = tuple[Status, Sequence[Buffer]]
-Fused: TypeAlias = Callable[[FusedQuery], FusedAnswer]
-"""Answers a query; raises nothing."""
 
 _log = structlog.get_logger()
 
@@ -49,8 +53,9 @@ class LaneEngine(NamedTuple):
     loop: asyncio.AbstractEventLoop
     workers: Executor
     access: Access
-    fused: Fused
+    attend: Attend | None
     connections: "set[LaneConnection]"
+    connections_max: int
 
 
 class LaneConnection(asyncio.BufferedProtocol):
@@ -64,6 +69,9 @@ class LaneConnection(asyncio.BufferedProtocol):
         )
         self._waiting: deque[Frame] = deque()
         self._busy = False
+        self._may_read = True
+        self._may_write = True
+        self._stalled = False  # to be answered with an error, after what came before
         self._ending = False
         self._watch: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport
@@ -73,6 +81,8 @@ class LaneConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if len(self._engine.connections) >= self._engine.connections_max:
+            self._transport.abort()
         self._engine.connections.add(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -87,54 +97,68 @@ class LaneConnection(asyncio.BufferedProtocol):
                 self._waiting.append(frame)
         except ProtocolError:
             self._ending = True  # what came is no frame, and there is nothing to say to it
-        self._answer_next()
-        self._watch_over()
+        self._go_on()
+
+    def pause_writing(self) -> None:
+        """The peer does not take more for now."""
+        self._may_write = False
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self._may_write = True
+        self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Gives everything back."""
         self._ending = True
         self._waiting.clear()
         self._engine.connections.discard(self)
-        if self._watch is not None:
-            self._watch.cancel()
+        self._unwatch()
 
     def abort(self) -> None:
         """Closes at once."""
         self._transport.abort()
 
-    def _answer_next(self) -> None:
-        while self._waiting and not self._busy:
-            frame = self._waiting.popleft()
-            if frame.code == Command.AUTH:
-                self._reply(Status.OK if self._log_in(frame) else Status.ERROR)
-            elif not self._authenticated:
+    def _go_on(self) -> None:
+        """Answers what can be answered now, then reads on or waits, or closes."""
+        while self._waiting and not self._busy and self._may_write:
+            self._answer(self._waiting.popleft())
+        idle = not self._waiting and not self._busy
+        if idle and (self._stalled or self._ending):
+            if self._stalled:
                 self._reply(Status.ERROR)
-            elif frame.code == Command.PING:
-                self._reply(Status.MISS if len(frame.body) else Status.OK)
-            elif frame.code == Command.ATTEND_PREFIX_QUERY_FUSED:
-                self._busy = True
-                self._engine.workers.submit(self._answer_query, frame.body)
-            else:
-                self._reply(Status.MISS)
-        if self._ending and not self._busy:
             self._transport.close()
+        if self._transport.is_closing():
+            self._unwatch()
+            return
+        self._regulate(may_read=not self._waiting and self._may_write)
+
+    def _answer(self, frame: Frame) -> None:
+        if frame.code == Command.AUTH:
+            self._reply(Status.OK if self._log_in(frame) else Status.ERROR)
+        elif not self._authenticated:
+            self._reply(Status.ERROR)
+        elif frame.code == Command.PING:
+            self._reply(Status.MISS if len(frame.body) else Status.OK)
+        elif frame.code == Command.ATTEND_PREFIX_QUERY_FUSED:
+            self._busy = True
+            self._engine.workers.submit(self._answer_query, frame.body)
+        else:
+            self._reply(Status.MISS)
 
     def _log_in(self, frame: Frame) -> bool:
         """The administrator's password, and no other: the lane knows no tenants."""
-        if (
-            self._engine.access.required
-            and self._engine.access.tenant(None, bytes(frame.body)) != ""
-        ):
+        access = self._engine.access
+        if access.required and access.tenant(None, bytes(frame.body)) != "":
             return False
         self._authenticated = True
         self._parser.body_bytes_max = BODY_BYTES_MAX
         return True
 
     def _answer_query(self, body: memoryview) -> None:
+        """Runs on a worker."""
         try:
-            answer = self._engine.fused(parse_fused_query(body))
-        except MalformedBodyError:
-            answer = Status.MISS, ()
+            answer = attended(self._engine.attend, body)
         except Exception:
             _log.exception("internal error", command="binary lane")
             answer = Status.ERROR, ()
@@ -144,27 +168,55 @@ class LaneConnection(asyncio.BufferedProtocol):
     def _answered(self, status: Status, body: Sequence[Buffer]) -> None:
         self._busy = False
         self._reply(status, body)
-        self._answer_next()
+        self._go_on()
 
     def _reply(self, status: Status, body: Sequence[Buffer] = ()) -> None:
         if not self._transport.is_closing():
             self._transport.writelines(encode_frame(status, body))
 
-    def _watch_over(self) -> None:
-        """Looks again in a while whether a frame that has begun has come any further."""
+    def _regulate(self, *, may_read: bool) -> None:
+        """Reads on, or stops; and looks again in a while whether a frame has come any further."""
+        if may_read != self._may_read:
+            self._may_read = may_read
+            (self._transport.resume_reading if may_read else self._transport.pause_reading)()
+        self._unwatch()
+        if may_read and self._parser.unfinished_bytes:
+            self._watch = self._engine.loop.call_later(STALL_S, self._give_up)
+
+    def _unwatch(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-        if self._parser.unfinished_bytes and not self._ending:
-            self._watch = self._engine.loop.call_later(STALL_S, self._stalled)
 
-    def _stalled(self) -> None:
-        self._ending = True
-        if not self._busy:
-            self._reply(Status.ERROR)
-        self._answer_next()
+    def _give_up(self) -> None:
+        self._stalled = True
+        self._go_on()
 
 
-def no_engine(query: FusedQuery) -> FusedAnswer:
-    """Answers where there is no attention engine."""
-    return Status.ERROR, ()
+def attended(attend: Attend | None, body: memoryview) -> FusedAnswer:
+    """Returns the answer to the body of a query; the lane's words for what is wrong with it."""
+    try:
+        query = parse_fused_query(body)
+        if attend is None:
+            return Status.ERROR, ()
+        key = Key("", query.sid.decode(), query.layer)
+        return Status.OK, (attend.ask(key, _ask(query)).out.data,)
+    except MalformedBodyError:
+        return Status.MISS, ()
+    except Cold:
+        return Status.COLDMISS, ()
+    except (PionError, UnicodeDecodeError):
+        return Status.ERROR, ()
+
+
+def _ask(query: FusedQuery) -> Ask:
+    return Ask(
+        query.query_heads,
+        query.head_dim,
+        query.q,
+        query.query_count,
+        kv_heads=query.kv_heads,
+        head_map=bytes(query.head_map),
+        window=query.window,
+        suffix=SuffixBytes(query.suffix_rows, query.k_suffix, query.v_suffix),
+    )

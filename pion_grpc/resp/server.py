@@ -20,6 +20,7 @@ import uvloop
 
 from pion_grpc import __version__
 from pion_grpc.core.access import Access
+from pion_grpc.core.attend import Attend
 from pion_grpc.core.copying import Copier
 from pion_grpc.core.keyspace import Keyspace, KeyWriter
 from pion_grpc.core.prefix_store import PrefixStore
@@ -31,7 +32,7 @@ from pion_grpc.resp.command import Facts, Options, Services
 from pion_grpc.resp.commands.table import COMMANDS
 from pion_grpc.resp.connection import Connection, Engine
 from pion_grpc.resp.dispatch import Dispatcher
-from pion_grpc.resp.lane import RECEIVE_BUFFER_BYTES, Fused, LaneConnection, LaneEngine, no_engine
+from pion_grpc.resp.lane import RECEIVE_BUFFER_BYTES, LaneConnection, LaneEngine
 from pion_grpc.resp.protocol import RequestLimits
 
 WORKERS = 8
@@ -78,7 +79,7 @@ class RespServer:
         states: RecurrentStates,
         access: Access,
         settings: RespSettings,
-        fused: Fused = no_engine,
+        attend: Attend | None = None,
         sockets: "Block | None" = None,
     ) -> None:
         """Binds the address, without serving yet.
@@ -108,6 +109,7 @@ class RespServer:
             Copier(store, self.sessions),
             self.keyspace,
             access,
+            attend,
             Clients(),
             Facts(__version__, BUILD, port_of(self._sockets.resp), settings.worker),
             Options(
@@ -119,6 +121,7 @@ class RespServer:
         )
         dispatcher = Dispatcher(services, COMMANDS)
         limits = RequestLimits(request_bytes_max=settings.request_bytes_max)
+        clients_max = min(settings.clients_max, files_max() // 2)
         self._engine = Engine(
             self._loop,
             self._workers,
@@ -126,9 +129,11 @@ class RespServer:
             dispatcher,
             limits,
             self._connections,
-            min(settings.clients_max, files_max() // 2),
+            clients_max,
         )
-        self._lane_engine = LaneEngine(self._loop, self._workers, access, fused, set())
+        self._lane_engine = LaneEngine(
+            self._loop, self._workers, access, attend, set(), clients_max
+        )
         recovered = self.sessions.totals().recovered_records
         if recovered:
             _log.info("WAL replayed", records=recovered)

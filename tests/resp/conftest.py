@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from pion_grpc.backends import create
 from pion_grpc.core.access import Access
+from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import CannotStart
@@ -25,14 +27,19 @@ class Resp:
         directory: Path,
         access: Access | None = None,
         budget_bytes: int = 1 << 30,
+        resident_bytes: int = 0,
+        window: int = 0,
         **settings: Any,
     ) -> None:
         self.store = PrefixStore(DataDirectory(directory), budget_bytes=budget_bytes)
         settings.setdefault("listen", f"unix:{directory}.sock")
         try:
             states = RecurrentStates(self.store)
+            self.attend = None
+            if resident_bytes:
+                self.attend = Attend(create("numpy"), self.store, resident_bytes, window=window)
             self.server = RespServer(
-                self.store, states, access or Access({}), RespSettings(**settings)
+                self.store, states, access or Access({}), RespSettings(**settings), self.attend
             )
         except CannotStart:
             self.store.close()

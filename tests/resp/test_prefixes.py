@@ -362,11 +362,3 @@ def test_each_layer_may_be_declared_by_itself(wire: Wire) -> None:
         "not enough layer specs (need 2)"
     )
     assert wire("KV.PREFIX.LOOKUP", "schema2") == "MISS"
-
-
-def test_attention_is_refused_in_words(wire: Wire) -> None:
-    for name in ("STORE", "LOOKUP", "QUERY", "QUERY_FUSED", "QUERY_SPARSE", "QUERY_SPARSE_AUTO"):
-        assert wire(f"ATTEND.PREFIX.{name}", "a", "0").text.startswith(
-            "ERR attention engine not available"
-        )
-    assert wire("KV.PREFIX.WARM", "a", 1, 64).text.startswith("ERR Metal attention not available")

@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
+from pion_grpc.core.attend import Source, Telemetry
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.sessions import Unsettled
 from pion_grpc.core.values import BlockTable
-from pion_grpc.errors import InvalidRequest, PionError
+from pion_grpc.errors import InvalidRequest, NotStored, PionError
 from pion_grpc.resp.command import Answer, Call, Command, Elsewhere, Where, is_text
 from pion_grpc.resp.commands.formats import parse_specs, stored_as
 from pion_grpc.resp.reply import OK, ReplyError, Simple
@@ -17,6 +18,8 @@ BLOCK_TOKENS_MAX = 8_192
 HASHES_MAX = 1 << 20
 PREFILL_MS_MAX = 86_400_000
 TOKENS_MAX = 100_000_000
+HEADS_MAX = 256
+HEAD_DIM_MAX = 512
 UNLIMITED_SESSIONS = (1 << 31) - 1
 """What `vstore_max_sessions` says where there is no limit."""
 
@@ -139,10 +142,7 @@ def info(call: Call) -> Answer:
             "directory_enabled": 1,
             "my_worker_id": call.services.facts.worker,
             "directory_entries": totals.sides,
-            "sdpa_warm": 0,
-            "sdpa_cold": 0,
-            "sdpa_demotions": 0,
-            "sdpa_rehydrates": 0,
+            **attention(call),
         }
     )
 
@@ -177,8 +177,40 @@ def commit(call: Call) -> Answer:
 
 
 def warm(call: Call) -> Answer:
-    """`KV.PREFIX.WARM`: needs an attention engine, which this server does not have yet."""
-    raise ReplyError("ERR Metal attention not available (start with --metal-attention)")
+    """`KV.PREFIX.WARM ns H D [attend_sid]`: makes stored rows resident; how many layers of them.
+
+    H may count query heads: of rows that are kv_dim wide, kv_dim / D heads are K/V heads.
+    """
+    attend = call.services.attend
+    if attend is None:
+        raise ReplyError("ERR Metal attention not available (start with --metal-attention)")
+    namespace = namespace_of(call, 0)
+    refusal = f"ERR invalid H/D (1..{HEADS_MAX} / 1..{HEAD_DIM_MAX})"
+    heads = call.integer(1, 1, HEADS_MAX, refusal)
+    head_dim = call.integer(2, 1, HEAD_DIM_MAX, refusal)
+    session = call.text(3) if call.count > 3 else namespace
+    if not is_text(session):
+        raise ReplyError("ERR attend_sid must be UTF-8")
+    try:
+        warmed = attend.store_prefix(call.tenant, session, Source(namespace, heads, head_dim))
+    except NotStored as error:
+        if call.services.sessions.exists(call.tenant, namespace):
+            return Simple("0")  # it is registered, and has no rows yet
+        raise ReplyError("ERR KV.PREFIX.WARM namespace not registered") from error
+    skipped = f" skipped_dim={warmed.skipped}" if warmed.skipped else ""
+    return Simple(f"{warmed.layers}{skipped}")
+
+
+def attention(call: Call) -> "dict[str, int | str]":
+    """Returns how many entries are resident and cold, and how many have become so."""
+    attend = call.services.attend
+    counts = attend.telemetry() if attend is not None else Telemetry()
+    return {
+        "sdpa_warm": counts.warm,
+        "sdpa_cold": counts.cold,
+        "sdpa_demotions": counts.demotions,
+        "sdpa_rehydrates": counts.rehydrates,
+    }
 
 
 def namespace_of(call: Call, index: int) -> str:

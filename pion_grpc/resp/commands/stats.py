@@ -15,7 +15,7 @@ from pion_grpc.core.keyspace import matches
 from pion_grpc.core.receipt import Receipt
 from pion_grpc.resp.command import Answer, Call, Command, Where
 from pion_grpc.resp.commands.connection import REDIS_VERSION
-from pion_grpc.resp.commands.prefixes import lines
+from pion_grpc.resp.commands.prefixes import attention, lines
 from pion_grpc.resp.reply import OK, Reply, ReplyError, Simple, Verbatim
 
 _SECOND_US = 1_000_000
@@ -203,6 +203,7 @@ def _pion(call: Call) -> dict[str, int | str]:
         "stats_scope": "worker",
         "worker_id": call.services.facts.worker,
         **_counters(call.services.store.ledger.get(), with_microseconds=False),
+        **attention(call),
     }
 
 
