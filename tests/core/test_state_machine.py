@@ -555,13 +555,19 @@ class PrefixStoreMachine(RuleBasedStateMachine):
             assert served == {0: rows[0][:count], 1: rows[1][:count]}
 
 
-unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck))
+unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
 def test_nothing_acknowledged_is_lost_and_nothing_else_is_found() -> None:
+    """The same run each time, so that what fails was caused by the last change."""
     run_state_machine_as_test(
         PrefixStoreMachine,
-        settings=settings(
-            unhurried, max_examples=40, stateful_step_count=12, derandomize=True, database=None
-        ),
+        settings=settings(unhurried, max_examples=40, stateful_step_count=12, derandomize=True),
+    )
+
+
+@pytest.mark.soak
+def test_nothing_is_lost_in_long_lives_either() -> None:
+    run_state_machine_as_test(
+        PrefixStoreMachine, settings=settings(unhurried, max_examples=100, stateful_step_count=30)
     )
