@@ -36,8 +36,6 @@ from pion_grpc.resp.binary_lane import (
 from pion_grpc.resp.protocol import ProtocolError
 from pion_grpc.resp.reply import Buffer
 
-STALL_S = 2.0
-"""A frame of which nothing more comes for so long will not be finished."""
 BODY_BYTES_BEFORE_LOGIN = 4 << 10
 RECEIVE_BUFFER_BYTES = 8 << 20
 """Asked of the kernel: the more it takes at once, the less a client's single send is cut."""
@@ -56,6 +54,7 @@ class LaneEngine(NamedTuple):
     attend: Attend | None
     connections: "set[LaneConnection]"
     connections_max: int
+    stall_s: float
 
 
 class LaneConnection(asyncio.BufferedProtocol):
@@ -99,6 +98,12 @@ class LaneConnection(asyncio.BufferedProtocol):
             self._ending = True  # what came is no frame, and there is nothing to say to it
         self._go_on()
 
+    def eof_received(self) -> bool:
+        """Answers what has come, then closes."""
+        self._ending = True
+        self._go_on()
+        return True
+
     def pause_writing(self) -> None:
         """The peer does not take more for now."""
         self._may_write = False
@@ -128,7 +133,7 @@ class LaneConnection(asyncio.BufferedProtocol):
             if self._stalled:
                 self._reply(Status.ERROR)
             self._transport.close()
-        if self._transport.is_closing():
+        if self._ending or self._stalled:
             self._unwatch()
             return
         self._regulate(may_read=not self._waiting and self._may_write)
@@ -181,7 +186,7 @@ class LaneConnection(asyncio.BufferedProtocol):
             (self._transport.resume_reading if may_read else self._transport.pause_reading)()
         self._unwatch()
         if may_read and self._parser.unfinished_bytes:
-            self._watch = self._engine.loop.call_later(STALL_S, self._give_up)
+            self._watch = self._engine.loop.call_later(self._engine.stall_s, self._give_up)
 
     def _unwatch(self) -> None:
         if self._watch is not None:

@@ -68,6 +68,8 @@ class RespSettings:
     worker: int = 0
     clients_max: int = 10_000
     """Connections at once; fewer where the system allows fewer open files."""
+    lane_stall_s: float = 2.0
+    """A frame of the binary lane of which nothing more comes for so long will not be finished."""
 
 
 class RespServer:
@@ -132,7 +134,13 @@ class RespServer:
             clients_max,
         )
         self._lane_engine = LaneEngine(
-            self._loop, self._workers, access, attend, set(), clients_max
+            self._loop,
+            self._workers,
+            access,
+            attend,
+            set(),
+            clients_max,
+            settings.lane_stall_s,
         )
         recovered = self.sessions.totals().recovered_records
         if recovered:
