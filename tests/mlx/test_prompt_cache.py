@@ -722,19 +722,11 @@ def test_a_server_that_is_away_is_asked_once_per_call(model):
 # Options
 
 
-def test_what_is_not_there_yet_says_so_before_anything_runs(model):
-    for option in (
-        *({"vquant": name} for name in ("fp8", "int8", "turbo4", "mlx4g32")),
-        {"boundary_protect": 2},
-    ):
-        with pytest.raises(NotImplementedError, match=next(iter(option))):
-            PionPromptCache(model, **option)
-
-
 @pytest.mark.parametrize(
     "option",
     [
         {"vquant": "fp12"},
+        {"vquant": "mlx_affine(4,33,f16)"},
         {"admission_threshold": 0},
         {"boundary_protect": -1},
         {"deadline_s": 0},

@@ -50,6 +50,7 @@ from pion_client.errors import (
     Unavailable,
 )
 from pion_client.identity import model_id
+from pion_client.quantised import Quantised, as_held, codecs_of
 from pion_client.residency import AttendByNamespace, Kept, NotResident, Residency, Session
 from pion_client.values import Lookup, Prefix, PrefixInfo, Stored
 from pion_wire import blocks, limits
@@ -74,7 +75,6 @@ OWN_STORE_S = 1.0
 ADMISSION_PREFIXES_MAX = 65_536
 """Prefixes whose misses are remembered for `admission_threshold`; the oldest are forgotten."""
 
-_LOSSY = ("bf16_rope_fp8_body", "fp8", "int8", "mlx4g32", "turbo2", "turbo3", "turbo4")
 _ANSWERS = (
     *("BUDGET", "COLD", "CONFLICT", "CORRUPT", "DISK_FULL", "EVICTED", "GENERATION", "LAYOUT"),
     *("MISSING", "NOT_RESIDENT", "NOT_STORED", "NO_BACKEND", "OTHER_CONTENT", "QUOTA", "ROWS"),
@@ -102,6 +102,9 @@ class _Facts(NamedTuple):
 
     model_id: str
     layout: Layout
+    """As they are stored."""
+    held: Layout
+    """As the model's cache holds them."""
 
 
 class _Request(NamedTuple):
@@ -162,10 +165,12 @@ class PionPromptCache(AttendByNamespace):
         host, port: the same in two, instead of `address`.
         model_id: what identifies the model's K/V; by default computed from its parameters and
             arguments (`model_id`). A name of one's own must change whenever the K/V would.
-        vquant: how rows are stored. "raw" keeps every bit. "fp16" is what f16 rows are anyway; rows
-            of another type are kept raw as well, because casting them would lose bits
-            (`stats()["stored_as"]` says what is done).
-        boundary_protect: layers at both ends that a lossy `vquant` leaves alone; 0.
+        vquant: how V is stored; K is raw. "raw" keeps every bit. "fp16" is what f16 rows are anyway;
+            rows of another type are kept raw as well, because casting them would lose bits. The
+            others (`pion_wire.codecs`: int8, fp8, turbo4, turbo3, turbo2, mlx4g32, …) lose some:
+            what another has stored is served only if it was stored in the same way, and
+            `stats()["stored_as"]` and `["fidelity"]` say how.
+        boundary_protect: layers at both ends whose V a lossy `vquant` leaves raw.
         admission_threshold: a prefix is stored from its so many-th miss in this process on.
         stage2: has what is stored under a name resident on the server as well, so that
             `make_pion_prompt_cache` attends to it there; with the attention patch installed,
@@ -176,8 +181,8 @@ class PionPromptCache(AttendByNamespace):
             transfer may take as long as the prefill that it saves, where that is longer.
 
     Raises:
-        NotImplementedError: for what this version does not do: lossy `vquant`, `boundary_protect`.
-        ValueError: for values that make no sense.
+        ValueError: for values that make no sense, such as a `vquant` that cannot take rows of this
+            model's width.
         Forked: in a process forked from one that uses MLX; all methods raise it there.
         TypeError: `model_id` is needed, because the model's arguments have no JSON.
     """
@@ -200,19 +205,20 @@ class PionPromptCache(AttendByNamespace):
         deadline_s: float = DEADLINE_S,
     ) -> None:
         arrays.mlx_core()
-        _check_options(vquant, boundary_protect, admission_threshold, deadline_s)
+        self._quantised = Quantised(vquant, boundary_protect)
+        self._quantised.check()
+        _check_options(admission_threshold, deadline_s)
         _check_model_id(model_id)
         where = _address(address, host, port, given=client is not None)
         self._model = model
         self._model_id = model_id
-        self._vquant = vquant
         self._admission_threshold = admission_threshold
         self._deadline_s = deadline_s
         self._known: tuple[Future[str] | None, Layout] | None = None
         self._refusal = ""
         try:  # now, off the path of the first token
             caches.require_supported(make_prompt_cache(model))
-            self._learn()
+            self._quantised.stored(self._learn()[1])
         except UnsupportedCache as refusal:
             self._refusal = str(refusal)
         self._owned = contextlib.ExitStack()
@@ -324,8 +330,9 @@ class PionPromptCache(AttendByNamespace):
             "lane_reason": self._lane_reason,
             "breaker": "open" if self._breaker.is_open else "closed",
             "pending_bytes": self._behind.pending_bytes,
-            "vquant": self._vquant,
-            "stored_as": self._stored_as(),
+            "vquant": self._quantised.vquant,
+            "stored_as": self._quantised.says(self._known[1]) if self._known else "not stored",
+            "fidelity": self._quantised.stored(self._known[1]).fidelity if self._known else "",
             "attend": self.residency.stats(),
         }
 
@@ -337,7 +344,7 @@ class PionPromptCache(AttendByNamespace):
         """
         if self._refusal:
             return 1
-        _, layout = self._learn()
+        layout = self._quantised.stored(self._learn()[1])
         layers = len({tensor.slot for tensor in layout.tensors})
         size = prefix_tokens * layout.row_bytes
         fetched, took = self._tally.of("fetch_bytes"), self._tally.of("fetch_ms")
@@ -442,14 +449,9 @@ class PionPromptCache(AttendByNamespace):
         arrays.mlx_core()
         if self._refusal:
             raise UnsupportedCache(self._refusal)
-        computing, layout = self._learn()
-        return _Facts(computing.result() if computing else str(self._model_id), layout)
-
-    def _stored_as(self) -> str:
-        if self._known is None:
-            return "not stored"
-        types = sorted({tensor.dtype.value for tensor in self._known[1].tensors})
-        return f"raw {'+'.join(types)}"
+        computing, held = self._learn()
+        model_id = computing.result() if computing else str(self._model_id)
+        return _Facts(model_id, self._quantised.stored(held), held)
 
     # From the server into the cache
 
@@ -523,6 +525,7 @@ class PionPromptCache(AttendByNamespace):
         match = self._client.match(
             model=facts.model_id,
             token_ids=request.token_ids,
+            fidelities=(facts.layout.fidelity,),
             timeout_s=self._deadline_s,
             tries=1,
         )
@@ -576,7 +579,7 @@ class PionPromptCache(AttendByNamespace):
             return False
         session = self._reside(found.prefix)
         if kept := self._at_hand(request):
-            caches.install(cache, kept.rows, self._facts().layout, request.token_count)
+            caches.install(cache, kept.rows, self._facts().held, request.token_count)
             self._lane, self._lane_reason = "in-process", ""
             return True
         if session is None or not attention.is_installed():
@@ -631,7 +634,7 @@ class PionPromptCache(AttendByNamespace):
     def _complete(self, cache: Cache, request: _Request, found: _Found) -> float:
         """Appends what the server does not have; returns how long that took, 0 if it was at hand."""
         if not found.served and (kept := self._at_hand(request)):
-            caches.install(cache, kept.rows, self._facts().layout, request.token_count)
+            caches.install(cache, kept.rows, self._facts().held, request.token_count)
             return 0.0
         return self._prefill(cache, request.token_ids[4 * found.served :])
 
@@ -662,7 +665,7 @@ class PionPromptCache(AttendByNamespace):
             return ""
         if found.served and request.token_count - found.served < limits.CHAIN_TOKENS_MIN:
             return "tail_short"
-        if caches.layout_of(cache) != found.facts.layout:
+        if caches.layout_of(cache) != found.facts.held:
             return "layout_changed"
         rows = caches.take(cache)
         pending = _Pending(request, prefill_ms)
@@ -727,6 +730,7 @@ class PionPromptCache(AttendByNamespace):
             request.namespace,
             token_ids=request.token_ids,
             model=found.facts.model_id,
+            codecs=codecs_of(found.facts.layout),
             # Of a child's rows only some were computed now; without the others' time it is unknown.
             prefill_ms=prefill_ms + saved_ms if saved_ms or not found.served else 0,
             progress=self._behind.check,
@@ -780,7 +784,8 @@ def _install(cache: Cache, prefix: Prefix, token_ids: bytes, facts: _Facts) -> s
     if prefix.slots != tuple(range(len(cache))):
         return "layout_differs"
     try:
-        caches.install(cache, prefix.layers, facts.layout, len(token_ids) // 4)
+        layers = as_held(prefix, stored=facts.layout, held=facts.held)
+        caches.install(cache, layers, facts.held, len(token_ids) // 4)
     except CacheMismatch:
         return "layout_differs"
     return ""
@@ -811,17 +816,9 @@ def _packed(token_ids: Sequence[int]) -> bytes:
     return packed
 
 
-def _check_options(
-    vquant: str, boundary_protect: int, admission_threshold: int, deadline_s: float
-) -> None:
-    if vquant in _LOSSY:
-        raise NotImplementedError(f"vquant={vquant!r}: rows are kept raw; no lossy codec here yet")
-    if vquant not in ("raw", "fp16"):
-        raise ValueError(f"vquant={vquant!r} is unknown")
-    if boundary_protect < 0 or admission_threshold < 1 or not deadline_s > 0:
-        raise ValueError("boundary_protect ≥ 0, admission_threshold ≥ 1 and deadline_s > 0, please")
-    if boundary_protect:
-        raise NotImplementedError("boundary_protect: rows are kept raw in every layer; leave it 0")
+def _check_options(admission_threshold: int, deadline_s: float) -> None:
+    if admission_threshold < 1 or not deadline_s > 0:
+        raise ValueError("admission_threshold ≥ 1 and deadline_s > 0, please")
 
 
 def _check_model_id(model_id: str | None) -> None:
