@@ -616,8 +616,8 @@ class PrefixStoreFetchRequest(_message.Message):
 
     @_builtins.property
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Codecs that the client decodes itself, by canonical name; rows in any other codec come decoded
-        as F32. "raw" is always understood.
+        """Codecs that the client decodes itself, by canonical name, or by the name without parameters for
+        any of them; rows in any other codec come decoded as F32. "raw" is always understood.
         """
 
     @_builtins.property
