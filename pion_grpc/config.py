@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 AttendChoice = Literal["auto", "mlx", "numpy", "off"]
-"""What computes attention; auto is MLX on a Mac with Apple silicon and NumPy elsewhere."""
+"""What computes attention; auto is MLX on a Mac with Apple silicon and NumPy elsewhere, and off with
+several workers."""
 AttendDtype = Literal["f32", "f16"]
+
+ONE_OWNER = "--workers above 1 and attend exclude each other: one compute device has one owner"
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -276,6 +279,8 @@ class Config:
                 raise ValueError(f"--{flag}: {getattr(self, name)!r} is none of {known}")
         if not 1 <= self.workers <= 64:
             raise ValueError("--workers: 1 to 64")
+        if self.workers > 1 and self.attend not in ("auto", "off"):
+            raise ValueError(f"--attend {self.attend}: {ONE_OWNER}")
         if self.max_sessions == 1 or self.max_sessions < 0:
             raise ValueError("--max-sessions: 0, or at least 2: a prefix has two sides")
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pion_grpc import __version__, backends
-from pion_grpc.config import Config, parse_address
+from pion_grpc.config import ONE_OWNER, Config, parse_address
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
@@ -83,7 +83,7 @@ SERVICES = {
 }
 """What the contract has, by name."""
 
-ATTEND_OFF = "is switched off here: start the server with --attend auto"
+ATTEND_OFF = "is switched off here: start the server with --attend auto and one worker"
 
 _log = structlog.get_logger()
 
@@ -311,6 +311,8 @@ def serve(config: Config, worker: Worker | None = None) -> None:
         CannotStart: with the reason and what to do.
     """
     if config.workers > 1 and worker is None:
+        if config.attend == "auto":
+            _log.info(f"attend is off: {ONE_OWNER}")
         sys.exit(supervise(config))
     server = Server(config, worker)
     signals = pipe_of_signals()
@@ -382,7 +384,7 @@ def attend_backend(config: Config) -> backends.Backend | None:
     Raises:
         CannotStart: what the configuration names is not installed.
     """
-    if config.attend == "off":
+    if config.attend == "off" or config.workers > 1:
         return None
     try:
         return backends.create(config.attend, config.attend_dtype)

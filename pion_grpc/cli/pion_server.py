@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pion_grpc import __version__
-from pion_grpc.config import Config, environment_settings, parse_bytes
+from pion_grpc.config import ONE_OWNER, Config, environment_settings, parse_bytes
 from pion_grpc.errors import CannotStart
 
 DATA = "pion-data"
@@ -61,11 +61,13 @@ def config_of(options: argparse.Namespace) -> Config:
     """
     if options.workers > 1 and not options.independent_workers:
         raise CannotStart("-w above 1 needs --independent-workers")
+    attend = options.metal_attention or options.metal_attention_fp16 or options.cuda_attention
+    if options.workers > 1 and attend:
+        raise CannotStart(ONE_OWNER)
     password = _password(options)
     host = options.bind or ("0.0.0.0" if password else "127.0.0.1")
     if password:
         os.environ["PION_PASSWORD"] = password
-    attend = options.metal_attention or options.metal_attention_fp16 or options.cuda_attention
     given: dict[str, Any] = {
         "data": Path(options.data),
         "listen": options.listen or f"unix:{options.data}/grpc.sock",

@@ -8,9 +8,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pion_grpc.backends import Dense
+from pion_grpc.backends.reference import attend as reference
+from pion_wire.v1 import prefix_store_pb2 as pb
 from tests.resp.wire import Refused, Wire, fields
+from tests.server.test_attend import normal, pair
+from tests.server.wire import Wire as Grpc
 
 COMMAND = [sys.executable, "-m", "pion_grpc.cli.pion_server"]
 
@@ -125,6 +131,10 @@ def test_nothing_acknowledged_is_lost_in_a_crash_and_the_log_says_so(
         (["--requirepass-file", "/dev/null"], "empty"),
         (["--bind", "not-an-address"], "not-an-address"),
         (["-w", "4"], "--independent-workers"),
+        (["-w", "2", "--independent-workers", "--metal-attention"], "one owner"),
+        (["-w", "2", "--independent-workers", "--metal-attention-fp16"], "one owner"),
+        (["-w", "2", "--independent-workers", "--cuda-attention"], "one owner"),
+        (["--metal-attention", "--fa-window", "-1"], "--fa-window"),
         (["--maxmemory", "x"], "--maxmemory"),
     ],
 )
@@ -228,3 +238,39 @@ def test_strangers_get_nothing_on_the_binary_lane(start: Callable[..., PionServe
         assert lane.ask(AUTH, secret) == outcome
     assert lane.ask(PING) == OK
     lane.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused", "bytes_per_value", "window"),
+    [
+        (["--metal-attention"], False, 4, 0),
+        (["--cuda-attention", "--fa-window", "5"], False, 4, 5),
+        (["--metal-attention-fp16"], False, 2, 0),
+        (["--metal-attention", "--metal-attention-fp16", "--fa-window", "1"], False, 2, 1),
+        ([], True, 0, 0),
+        (["--fa-window", "5"], True, 0, 0),
+    ],
+)
+def test_attention_flags_are_not_taken_for_others(
+    start: Callable[..., PionServer],
+    short_tmp: Path,
+    flags: list[str],
+    refused: bool,
+    bytes_per_value: int,
+    window: int,
+) -> None:
+    server = start("--kvcache", *flags)
+    k, v = pair("flags")
+    reply = server.wire("ATTEND.PREFIX.STORE", "s", 0, *k.shape, k.tobytes(), v.tobytes())
+    if refused:
+        assert reply.text.startswith("ERR attention engine not available")
+        return
+    assert reply == "OK"
+    q = normal("flags")
+    got = server.wire("ATTEND.PREFIX.QUERY", "s", 0, 2, 16, 1, q.tobytes())
+    want = reference(k, v, Dense(q=q, window=window)).out
+    tolerance = 1e-5 if bytes_per_value == 4 else 5e-3
+    np.testing.assert_allclose(np.frombuffer(got, "<f4").reshape(2, 1, 16), want, atol=tolerance)
+    with Grpc(f"unix:{short_tmp}/pion-data/grpc.sock") as rpc:
+        described = rpc.prefixes.Describe(pb.PrefixStoreDescribeRequest())
+    assert described.resident_used_bytes == 2 * k.size * bytes_per_value

@@ -137,3 +137,22 @@ def test_the_receipt_is_each_workers_own_and_summed(
     assert told["server_prefill_seconds_avoided"] == "3.000"
     one.close()
     other.close()
+
+
+def test_one_compute_device_does_not_get_two_owners(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    sentence = "--workers above 1 and attend exclude each other: one compute device has one owner"
+    for backend in ("numpy", "mlx"):
+        with pytest.raises(RuntimeError, match=sentence):
+            start_server("--workers", "2", "--attend", backend)
+    server = start_server("--workers", "2", "--resp", "127.0.0.1:0")
+    assert f"attend is off: {sentence}" in [entry.get("event") for entry in server.log]
+    for _ in range(4):
+        wire = Wire(server.ready["resp"])
+        refused = wire("ATTEND.PREFIX.LOOKUP", "s", 0)
+        assert refused.text.startswith("ERR attention engine not available")
+        wire.close()
+    with Grpc(server.address) as rpc:
+        described = rpc.prefixes.Describe(pb.PrefixStoreDescribeRequest())
+        assert described.attend_backend == ""
