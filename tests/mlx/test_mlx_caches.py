@@ -7,7 +7,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models import llama, mamba
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from pion_client import caches
@@ -206,21 +205,19 @@ class NearlyKVCache(KVCache):
 
 
 REFUSED = [
-    mlx_lm_cache.RotatingKVCache(max_size=8),
-    mlx_lm_cache.QuantizedKVCache(),
-    mlx_lm_cache.ChunkedKVCache(16),
-    mlx_lm_cache.ArraysCache(2),
-    mlx_lm_cache.CacheList(KVCache(), KVCache()),
     mlx_lm_cache.BatchKVCache([0]),
+    mlx_lm_cache.BatchRotatingKVCache(8, [0]),
     NearlyKVCache(),
 ]
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda cache: type(cache).__name__)
 def test_no_class_is_taken_for_another(refused):
-    for use in (caches.require_supported, caches.layout_of, caches.take):
-        with pytest.raises(caches.UnsupportedCache, match=f"^{type(refused).__name__}: "):
-            use([KVCache(), refused] if use is caches.require_supported else [refused])
+    inside = mlx_lm_cache.CacheList(KVCache(), refused)
+    for use in (caches.require_supported, caches.expected_of, caches.take):
+        for cache in ([KVCache(), refused], [KVCache(), inside]):
+            with pytest.raises(caches.UnsupportedCache, match=f"^{type(refused).__name__}: "):
+                use(cache)
 
 
 def test_a_cache_of_several_sequences_is_not_taken_for_one(model):
@@ -238,47 +235,21 @@ def test_rows_of_a_type_that_is_not_stored_are_refused():
         caches.layout_of([cache])
 
 
-def test_a_slot_that_the_model_leaves_empty_is_refused():
-    with pytest.raises(caches.UnsupportedCache, match="left it empty"):
-        caches.take([KVCache()])
+def test_a_model_that_leaves_every_slot_empty_is_refused():
+    with pytest.raises(caches.UnsupportedCache, match="every slot empty"):
+        caches.expected_of([KVCache()])
 
 
-def sliding_llama():
-    return llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=32,
-            num_hidden_layers=2,
-            intermediate_size=32,
-            num_attention_heads=2,
-            rms_norm_eps=1e-5,
-            vocab_size=64,
-            layer_types=["sliding_attention", "full_attention"],
-            sliding_window=16,
-        )
-    )
+PARTS_ONLY = [
+    mlx_lm_cache.RotatingKVCache(max_size=8),
+    mlx_lm_cache.QuantizedKVCache(),
+    mlx_lm_cache.ArraysCache(2),
+    mlx_lm_cache.CacheList(KVCache(), KVCache()),
+]
 
 
-def recurrent():
-    return mamba.Model(
-        mamba.ModelArgs(
-            model_type="mamba",
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=32,
-            state_size=4,
-            num_hidden_layers=2,
-            conv_kernel=4,
-            use_bias=False,
-            use_conv_bias=True,
-            time_step_rank=4,
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "name"), [(sliding_llama, "RotatingKVCache"), (recurrent, "ArraysCache")]
-)
-def test_models_with_other_caches_are_refused_by_name(make, name):
-    with pytest.raises(caches.UnsupportedCache, match=f"^{name}: "):
-        caches.expected_layout(make())
+@pytest.mark.parametrize("other", PARTS_ONLY, ids=lambda cache: type(cache).__name__)
+def test_attention_on_the_server_is_not_offered_what_is_not_rows(other):
+    caches.require_rows([KVCache()])
+    with pytest.raises(caches.UnsupportedCache, match=f"^{type(other).__name__}: "):
+        caches.require_rows([KVCache(), other])

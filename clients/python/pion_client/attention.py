@@ -26,7 +26,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cache
 
 from pion_client.attend import Query
-from pion_client.caches import Cache, require_supported
+from pion_client.caches import Cache, require_rows
 from pion_client.errors import NotStored, PionError
 from pion_client.local_attention import (
     Blocks,
@@ -132,7 +132,7 @@ def make_pion_prompt_cache(
             attention does not go through it.
     """
     layers = make_prompt_cache(model)
-    require_supported(layers)
+    require_rows(layers)
     choice = _blocks(sparse_full_layers, selector)
     prefix = ServedPrefix(prompt_cache, namespace, prefix_len, choice)
     prefix.find()

@@ -1,121 +1,153 @@
-"""What is inside mlx-lm's caches: each class taken apart into rows and put together again, exactly.
+"""mlx-lm's prompt caches, whole: taken apart into rows and parts, and filled with what was fetched.
 
-Knows the attributes of the cache classes of the installed mlx-lm, and neither servers nor names.
+Knows what a cache consists of (through `adapters` and `parts`); neither models' names nor servers.
 
-The one decision: a class is looked up by exact type in one table, `ADAPTERS`. What is not in it is
-refused by name, subclasses included: a cache that is only nearly understood would be stored wrongly,
-and nobody would notice before the text goes wrong. A new class is one entry more.
+The one decision: a cache is filled whole or not at all. Everything that was fetched is held against
+what this model's cache is known to hold, every array of every slot, before the first slot is touched.
+
+Slots are numbered with every `CacheList` flattened, in order. A slot whose rows all exist has two
+tensors in the layout; any other has a part at each boundary that was kept; one that the model leaves
+empty has neither, and stays empty.
 
 Everything that touches MLX here must be called on the caller's thread: a lazy array can be evaluated
 only where it was made, and each thread that runs MLX leaves an operating system thread behind. What
-`take` returns is plain NumPy and may go anywhere.
+`take` and `take_parts` return is plain NumPy and may go anywhere.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models import cache as mlx_lm_cache
 
-from pion_wire.layout import DType, Layout, Side, TensorLayout
+from pion_client.adapters import (
+    CacheMismatch,
+    Contents,
+    PartAdapter,
+    PlainRows,
+    Rows,
+    UnsupportedCache,
+    adapter_of,
+    slots_of,
+)
+from pion_client.parts import Taken, bits_of, contents_of, describe, read_only
+from pion_client.values import Part
+from pion_wire.layout import DType, Layout, PartInfo, Side, TensorLayout
+
+__all__ = [
+    "Cache",
+    "CacheMismatch",
+    "Expected",
+    "Need",
+    "Rows",
+    "UnsupportedCache",
+    "expected",
+    "expected_layout",
+    "expected_of",
+    "held",
+    "install",
+    "layout_of",
+    "require_rows",
+    "require_supported",
+    "settle",
+    "take",
+    "take_parts",
+]
 
 Cache = list[Any]
-"""What `make_prompt_cache` returns: one cache object per slot."""
+"""What `make_prompt_cache` returns: one cache object per slot, or a `CacheList` of several."""
 
 _DTYPES = {mx.float32: DType.F32, mx.float16: DType.F16, mx.bfloat16: DType.BF16}
 
-
-class UnsupportedCache(Exception):
-    """A cache that cannot be kept exactly; the text names its class and says why."""
-
-
-class CacheMismatch(Exception):
-    """Fetched rows are not what the model's cache holds; the text says where they differ."""
+Array = tuple[str, tuple[int, ...]]
+"""Type and shape of an array; 0 where the shape says how many rows there are."""
 
 
-class Rows(NamedTuple):
-    """Rows of one slot, each side of shape (kv_heads, tokens, head_dim)."""
+class Need(NamedTuple):
+    """A part that a model's cache consists of, at every boundary that is kept."""
 
-    keys: Any
-    values: Any
-
-
-class Adapter(Protocol):
-    """How one cache class is kept."""
-
-    def rows(self, cache: Any) -> Rows:
-        """Every row that the cache holds, as lazy MLX arrays that later appends do not change.
-
-        Raises UnsupportedCache for contents that are not plain rows.
-        """
-
-    def fill(self, cache: Any, rows: Rows, token_count: int) -> None:
-        """Puts rows from token 0 on into an empty cache; cannot fail on rows that were checked."""
+    kind: str
+    slot: int
+    class_name: str
+    arrays: tuple[Array | None, ...]
 
 
-class _PlainRows:
-    """`KVCache`: a buffer (1, kv_heads, capacity, head_dim) per side, and how much of it is used."""
+class Expected(NamedTuple):
+    """What a model's cache holds after any number of tokens."""
 
-    def rows(self, cache: Any) -> Rows:
-        if cache.keys is None:
-            raise UnsupportedCache("KVCache: the model left it empty")
-        if cache.keys.shape[0] != 1:
-            raise UnsupportedCache(f"KVCache: {cache.keys.shape[0]} sequences in one cache")
-        # The cache assigns into its array object in place; a slice is another object, whose bits
-        # stay (MLX copies a buffer that is shared before it writes into it).
-        return Rows(cache.keys[0, :, : cache.offset], cache.values[0, :, : cache.offset])
+    layout: Layout
+    """The rows."""
+    needs: tuple[Need, ...] = ()
+    """What is there beside rows, by slot."""
 
-    def fill(self, cache: Any, rows: Rows, token_count: int) -> None:
-        cache.keys, cache.values = rows.keys[None], rows.values[None]
-        cache.offset = token_count
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slots that have rows."""
+        return tuple(sorted({tensor.slot for tensor in self.layout.tensors}))
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of parts that are needed."""
+        return tuple(sorted({need.kind for need in self.needs}))
 
-ADAPTERS: Mapping[type, Adapter] = {mlx_lm_cache.KVCache: _PlainRows()}
-"""The classes that are kept, by exact type."""
-
-_NOT_YET: Mapping[type, str] = {
-    mlx_lm_cache.ArraysCache: "recurrent state, exact at one token only",
-    mlx_lm_cache.CacheList: "several caches in one slot",
-    mlx_lm_cache.ChunkedKVCache: "rows of the last chunk only",
-    mlx_lm_cache.QuantizedKVCache: "rows as codes and scales",
-    mlx_lm_cache.RotatingKVCache: "a sliding window of rows",
-}
-"""Known classes that are not kept yet, and what they hold instead of all rows."""
-
-
-def _adapter(cache: Any) -> Adapter:
-    kind = type(cache)
-    if kind in ADAPTERS:
-        return ADAPTERS[kind]
-    why = f"not kept yet: {_NOT_YET[kind]}" if kind in _NOT_YET else "an unknown cache class"
-    raise UnsupportedCache(f"{kind.__name__}: {why}")
+    def missing(self, parts: Iterable[PartInfo], boundary_tokens: int) -> Need | None:
+        """Returns the first part that is needed at a boundary and not there."""
+        there = {(p.kind, p.slot) for p in parts if p.boundary_tokens == boundary_tokens}
+        return next((need for need in self.needs if (need.kind, need.slot) not in there), None)
 
 
 def require_supported(cache: Cache) -> None:
     """Raises UnsupportedCache for the first slot whose class has no adapter."""
-    for slot in cache:
-        _adapter(slot)
+    slots_of(cache)
 
 
-def expected_layout(model: Any) -> Layout:
+def require_rows(cache: Cache) -> None:
+    """Raises UnsupportedCache for the first slot that is not a plain cache of rows."""
+    for entry in cache:
+        if type(entry) is not mlx_lm_cache.KVCache:
+            require_supported([entry])
+            raise UnsupportedCache(f"{type(entry).__name__}: not a plain cache of rows")
+
+
+def expected(
+    model: Any, make_cache: Callable[[Any], Cache] = mlx_lm_cache.make_prompt_cache
+) -> Expected:
     """What the model's cache will hold, found without computing anything.
 
     The model is called on one token; MLX knows shapes and types before it evaluates, and nothing is.
 
     Raises UnsupportedCache where the model's cache cannot be kept.
     """
-    cache = mlx_lm_cache.make_prompt_cache(model)
+    cache = make_cache(model)
     require_supported(cache)
     model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
-    return layout_of(cache)
+    return expected_of(cache)
+
+
+def expected_layout(model: Any) -> Layout:
+    """The rows that the model's cache will hold; raises as `expected` does."""
+    return expected(model).layout
+
+
+def expected_of(cache: Cache) -> Expected:
+    """What a filled cache holds, slot by slot. Raises UnsupportedCache."""
+    needs = tuple(
+        Need(adapter.kind, slot, adapter.class_name, _arrays(adapter, contents))
+        for slot, adapter, contents in _contents(cache)
+    )
+    found = Expected(layout_of(cache), needs)
+    if not found.layout.tensors and not needs:
+        raise UnsupportedCache("the model left every slot empty")
+    return found
 
 
 def layout_of(cache: Cache) -> Layout:
-    """What a filled cache holds, slot by slot. Raises UnsupportedCache."""
+    """The rows that a filled cache holds, slot by slot. Raises UnsupportedCache."""
     tensors = []
-    for slot, rows in enumerate(_all_rows(cache)):
+    for slot, rows in _rows(cache):
         for side, array in zip(Side, rows, strict=True):
             heads, _, head_dim = array.shape
             if array.dtype not in _DTYPES:
@@ -125,27 +157,26 @@ def layout_of(cache: Cache) -> Layout:
 
 
 def held(cache: Cache) -> list[Rows]:
-    """The rows of every slot as evaluated MLX arrays over the cache's own memory.
+    """The rows of every slot that has some as evaluated MLX arrays over the cache's own memory.
 
     Nothing is copied, and nothing that is appended to the cache afterwards shows in them.
 
     Raises UnsupportedCache.
     """
-    rows = _all_rows(cache)
+    rows = [rows for _, rows in _rows(cache)]
     mx.eval(rows)
     return rows
 
 
 def take(cache: Cache) -> list[Rows]:
-    """The rows of every slot as read-only NumPy arrays over the cache's own memory.
+    """The rows of every slot that has some as read-only NumPy arrays over the cache's own memory.
 
     Nothing is copied, and nothing that is appended to the cache afterwards shows in them.
 
     Raises UnsupportedCache.
     """
-    lazy = _all_rows(cache)
-    # NumPy has no bfloat16: its bits travel as uint16 and get their name back on the other side.
-    bits = [[_as_bits(side) for side in rows] for rows in lazy]
+    lazy = [rows for _, rows in _rows(cache)]
+    bits = [[bits_of(side) for side in rows] for rows in lazy]
     mx.eval(bits)
     return [
         Rows(*(_as_numpy(array, side.dtype) for array, side in zip(pair, rows, strict=True)))
@@ -153,33 +184,119 @@ def take(cache: Cache) -> list[Rows]:
     ]
 
 
-def install(cache: Cache, layers: Sequence[tuple[Any, Any]], layout: Layout, tokens: int) -> None:
-    """Fills an empty cache with fetched rows, whole or not at all.
+def take_parts(cache: Cache, boundary_tokens: int) -> list[Taken]:
+    """Everything in a cache beside rows, as it is now, after so many tokens.
+
+    Only what does not lie row-major in memory is copied; later updates of the cache do not show.
+
+    Raises UnsupportedCache.
+    """
+    found = list(_contents(cache))
+    bits = [[bits_of(a) for a in contents.arrays if a is not None] for _, _, contents in found]
+    mx.eval(bits)
+    return [
+        Taken(
+            adapter.kind,
+            slot,
+            boundary_tokens,
+            describe(adapter.class_name, contents),
+            [read_only(array) for array in arrays],
+        )
+        for (slot, adapter, contents), arrays in zip(found, bits, strict=True)
+    ]
+
+
+def install(
+    cache: Cache,
+    layers: Sequence[tuple[Any, Any]],
+    layout: Layout,
+    tokens: int,
+    *,
+    parts: Sequence[Part] = (),
+    needs: Sequence[Need] = (),
+) -> None:
+    """Fills an empty cache with what was fetched, whole or not at all.
 
     Args:
         cache: what `make_prompt_cache` returned.
-        layers: MLX arrays (kv_heads, tokens, head_dim) of keys and values, one pair per slot.
-        layout: what the model's cache holds (`expected_layout`).
-        tokens: how many rows every array must have.
+        layers: MLX arrays (kv_heads, tokens, head_dim) of keys and values, one pair per slot that
+            has rows.
+        layout: the rows that the model's cache holds (`expected`).
+        tokens: how many rows every array must have, and the boundary of every part.
+        parts: at least those that are needed.
+        needs: what the model's cache holds beside rows (`expected`).
 
     Raises:
-        CacheMismatch: number, shape or type of the arrays is not the model's. The cache is
-            still empty.
+        CacheMismatch: number, shape or type of something is not the model's, or a part is missing.
+            The cache is still empty.
         UnsupportedCache: a slot has no adapter. The cache is still empty.
     """
-    adapters = [_adapter(slot) for slot in cache]
-    if len(layers) != len(cache):
-        raise CacheMismatch(f"{len(layers)} slots were fetched, the model has {len(cache)}")
-    expected = {(t.slot, t.side): t for t in layout.tensors}
-    for slot, (mine, rows) in enumerate(zip(cache, layers, strict=True)):
-        if not mine.empty():
+    slots = slots_of(cache)
+    for slot, mine in enumerate(slots):
+        if not adapter_of(mine).is_empty(mine):
             raise CacheMismatch(f"slot {slot}: the cache is not empty")
+    fill = _checked_rows(slots, layers, layout, tokens) + _checked_parts(
+        slots, parts, needs, tokens
+    )
+    for put in fill:
+        put()
+    # Views and copies only: evaluated here, they can be used on any thread.
+    settle(cache)
+
+
+def settle(cache: Sequence[Any]) -> None:
+    """Evaluates everything in a cache, of classes that are kept and of others."""
+    mx.eval([slot.state for slot in _singles(cache) if not slot.empty()])
+
+
+def _singles(cache: Sequence[Any]) -> Iterator[Any]:
+    for entry in cache:
+        yield from _singles(entry.caches) if type(entry) is mlx_lm_cache.CacheList else (entry,)
+
+
+def _checked_rows(
+    slots: list[Any], layers: Sequence[tuple[Any, Any]], layout: Layout, tokens: int
+) -> list[Callable[[], None]]:
+    known = Expected(layout)
+    if len(layers) != len(known.slots):
+        raise CacheMismatch(f"{len(layers)} slots were fetched, the model has {len(known.slots)}")
+    tensors = {(tensor.slot, tensor.side): tensor for tensor in layout.tensors}
+    fill: list[Callable[[], None]] = []
+    for slot, rows in zip(known.slots, layers, strict=True):
+        adapter = adapter_of(slots[slot]) if slot < len(slots) else None
+        if not isinstance(adapter, PlainRows):
+            raise CacheMismatch(f"slot {slot} of this model has no rows")
         for side, array in zip(Side, rows, strict=True):
-            _check(expected[slot, side], array, tokens)
-    for adapter, mine, rows in zip(adapters, cache, layers, strict=True):
-        adapter.fill(mine, Rows(*rows), tokens)
-    # Views only: evaluated here, they can be used on any thread.
-    mx.eval([slot.state for slot in cache])
+            _check(tensors[slot, side], array, tokens)
+        fill.append(functools.partial(adapter.fill, slots[slot], Rows(*rows), tokens))
+    return fill
+
+
+def _checked_parts(
+    slots: list[Any], parts: Sequence[Part], needs: Sequence[Need], tokens: int
+) -> list[Callable[[], None]]:
+    there = {(part.kind, part.slot): part for part in parts if part.boundary_tokens == tokens}
+    fill: list[Callable[[], None]] = []
+    for need in needs:
+        part = there.get((need.kind, need.slot))
+        if part is None:
+            raise CacheMismatch(
+                f"slot {need.slot}: its {need.kind} after {tokens} tokens is missing"
+            )
+        adapter = adapter_of(slots[need.slot])
+        class_name, contents = contents_of(part)
+        if isinstance(adapter, PlainRows) or (adapter.kind, class_name) != (
+            need.kind,
+            need.class_name,
+        ):
+            raise CacheMismatch(f"slot {need.slot}: it is a {need.class_name}, not {class_name}")
+        if _arrays(adapter, contents) != need.arrays:
+            raise CacheMismatch(f"slot {need.slot}: the arrays of its {need.kind} are others")
+        if set(contents.numbers) != set(adapter.numbers):
+            raise CacheMismatch(f"slot {need.slot}: the numbers of its {need.kind} are others")
+        adapter.check(slots[need.slot], contents, tokens)
+        fill.append(functools.partial(adapter.fill, slots[need.slot], contents))
+    return fill
 
 
 def _check(expected: TensorLayout, array: mx.array, tokens: int) -> None:
@@ -192,17 +309,36 @@ def _check(expected: TensorLayout, array: mx.array, tokens: int) -> None:
         )
 
 
-def _all_rows(cache: Cache) -> list[Rows]:
-    return [_adapter(slot).rows(slot) for slot in cache]
+def _rows(cache: Cache) -> Iterator[tuple[int, Rows]]:
+    """Yields the slots that have rows."""
+    for slot, mine in enumerate(slots_of(cache)):
+        adapter = adapter_of(mine)
+        rows = adapter.rows(mine) if isinstance(adapter, PlainRows) else None
+        if rows is not None:
+            yield slot, rows
 
 
-def _as_bits(array: mx.array) -> mx.array:
-    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+def _contents(cache: Cache) -> Iterator[tuple[int, PartAdapter, Contents]]:
+    """Yields the slots that hold anything but rows."""
+    for slot, mine in enumerate(slots_of(cache)):
+        adapter = adapter_of(mine)
+        if not isinstance(adapter, PlainRows):
+            contents = adapter.contents(mine)
+            if contents is not None:
+                yield slot, adapter, contents
+
+
+def _arrays(adapter: PartAdapter, contents: Contents) -> tuple[Array | None, ...]:
+    """Returns type and shape of each array, without the number of rows."""
+    found: list[Array | None] = []
+    for array in contents.arrays:
+        shape = [] if array is None else list(array.shape)
+        if adapter.token_axis is not None and len(shape) > adapter.token_axis:
+            shape[adapter.token_axis] = 0
+        found.append(None if array is None else (str(array.dtype), tuple(shape)))
+    return tuple(found)
 
 
 def _as_numpy(bits: mx.array, dtype: mx.Dtype) -> np.ndarray:
-    array = np.asarray(bits)
-    if dtype == mx.bfloat16:
-        array = array.view(ml_dtypes.bfloat16)
-    array.flags.writeable = False
-    return array
+    array = read_only(bits)
+    return array.view(ml_dtypes.bfloat16) if dtype == mx.bfloat16 else array

@@ -19,9 +19,8 @@ import contextlib
 import functools
 import hashlib
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -30,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from pion_client import arrays, attention, caches, identity
+from pion_client import arrays, attention, bundles, caches, identity
 from pion_client.attention import (
     PatchError,
     install_pion_attention_patch,
@@ -39,7 +38,8 @@ from pion_client.attention import (
 )
 from pion_client.behind import EXIT_GRACE_S, Abandoned, Behind
 from pion_client.breaker import Breaker
-from pion_client.caches import Cache, CacheMismatch, Rows, UnsupportedCache
+from pion_client.bundles import Bundle, Checkpoints, Facts, boundaries, parts_max, put_back
+from pion_client.caches import Cache, Expected, UnsupportedCache
 from pion_client.client import Client
 from pion_client.errors import (
     DeadlineExceeded,
@@ -50,11 +50,11 @@ from pion_client.errors import (
     Unavailable,
 )
 from pion_client.identity import model_id
-from pion_client.quantised import Quantised, as_held, codecs_of
+from pion_client.quantised import Quantised, codecs_of
 from pion_client.residency import AttendByNamespace, Kept, NotResident, Residency, Session
-from pion_client.values import Lookup, Prefix, PrefixInfo, Stored
+from pion_client.tally import Tally
+from pion_client.values import Lookup, PrefixInfo, Stored
 from pion_wire import blocks, limits
-from pion_wire.layout import Layout
 
 __all__ = [
     "PatchError",
@@ -67,6 +67,7 @@ __all__ = [
 
 PREFILL_STEP = 2048
 """Tokens per forward pass: mlx-lm's `prefill_step_size`, so that prefills are split as its own are."""
+CHECKPOINT_EVERY = 8192
 DEADLINE_S = 5.0
 START_DELAY_S_MAX = 1.0
 """Storing starts as long after a prefill as that took, but no later than this: the caller's first token
@@ -97,16 +98,6 @@ class _Unanswered(Exception):
     """The server gave no usable answer; the text is the reason in one word."""
 
 
-class _Facts(NamedTuple):
-    """What stored rows must agree with."""
-
-    model_id: str
-    layout: Layout
-    """As they are stored."""
-    held: Layout
-    """As the model's cache holds them."""
-
-
 class _Request(NamedTuple):
     """What a caller wants."""
 
@@ -115,6 +106,8 @@ class _Request(NamedTuple):
     namespace: str | None
     rows_max: int
     """More rows than these are not wanted."""
+    checkpoints: tuple[int, ...] = ()
+    """Boundaries that shall be kept beside the end."""
 
     @property
     def token_count(self) -> int:
@@ -130,7 +123,7 @@ class _Found(NamedTuple):
     """Why not more."""
     unstorable: str = ""
     """Why what is missing must not be stored once it has been computed; empty if it may."""
-    facts: _Facts | None = None
+    facts: Facts | None = None
     prefix: PrefixInfo | None = None
     lease_id: bytes = b""
 
@@ -177,6 +170,12 @@ class PionPromptCache(AttendByNamespace):
             `get_or_prefill` returns such a cache itself instead of fetching. What this process has
             prefilled or fetched under a name stays at hand, up to 2 GiB.
         client: a client to use instead of one of one's own; it is not closed here.
+        checkpoint_every: what a model keeps beside rows (recurrent state, a sliding window) is exact at
+            one token only: it is stored at each multiple of this and at the end, so that another
+            prompt with the same beginning finds a boundary to go on from; 0: at the end only. A
+            prefill is split there.
+        make_cache: makes an empty cache for the model, instead of mlx-lm's `make_prompt_cache`; such as
+            one of `QuantizedKVCache`. What it makes is stored apart from what others make.
         deadline_s: the longest that a call waits for an answer before it prefills by itself. A
             transfer may take as long as the prefill that it saves, where that is longer.
 
@@ -203,40 +202,51 @@ class PionPromptCache(AttendByNamespace):
         stage2: bool = False,
         client: Client | None = None,
         deadline_s: float = DEADLINE_S,
+        checkpoint_every: int = CHECKPOINT_EVERY,
+        make_cache: Callable[[Any], Cache] | None = None,
     ) -> None:
         arrays.mlx_core()
         self._quantised = Quantised(vquant, boundary_protect)
         self._quantised.check()
-        _check_options(admission_threshold, deadline_s)
-        _check_model_id(model_id)
+        _check_options(admission_threshold, deadline_s, checkpoint_every)
         where = _address(address, host, port, given=client is not None)
         self._model = model
         self._model_id = model_id
         self._admission_threshold = admission_threshold
         self._deadline_s = deadline_s
-        self._known: tuple[Future[str] | None, Layout] | None = None
+        self._checkpoint_every = checkpoint_every
+        self._make_cache = make_cache or make_prompt_cache
+        self._suffix = "+" + bundles.cache_suffix(make_cache(model)) if make_cache else ""
+        _check_model_id((model_id or "") + self._suffix)
+        self._known: tuple[Future[str] | None, Expected] | None = None
         self._refusal = ""
         try:  # now, off the path of the first token
-            caches.require_supported(make_prompt_cache(model))
-            self._quantised.stored(self._learn()[1])
+            caches.require_supported(self._make_cache(model))
+            self._quantised.stored(self._learn()[1].layout)
         except UnsupportedCache as refusal:
             self._refusal = str(refusal)
         self._owned = contextlib.ExitStack()
         self._client = client or self._owned.enter_context(Client(where, timeout_s=deadline_s))
         self._breaker = Breaker()
         self._behind = Behind(interrupt=self._owned.close)
-        self._tally = _Tally()
+        self._tally = Tally()
         self._pending: dict[int, _Pending] = {}
         self._missed: collections.OrderedDict[str, int] = collections.OrderedDict()
         self._lane, self._lane_reason = "", ""
-        self._stage2 = stage2
+        self._stage2 = stage2 and _plain(self._make_cache(model))
         self.residency = Residency(self._client)
         """Where attention runs: sessions on the server, and rows at hand."""
         self._ids: collections.OrderedDict[str, bytes] = collections.OrderedDict()
 
     # What callers use
 
-    def get_or_prefill(self, prefix_ids: Sequence[int], namespace: str | None = None) -> Cache:
+    def get_or_prefill(
+        self,
+        prefix_ids: Sequence[int],
+        namespace: str | None = None,
+        *,
+        checkpoints: Sequence[int] = (),
+    ) -> Cache:
         """Returns a cache of exactly these tokens, as if the model had just prefilled them.
 
         With a namespace it is that prefix: if the name holds other tokens, or rows of another model
@@ -248,17 +258,19 @@ class PionPromptCache(AttendByNamespace):
         Args:
             prefix_ids: token ids, at least one: a list, a NumPy or an MLX array.
             namespace: a name, at most 200 bytes of UTF-8 without control characters.
+            checkpoints: token counts at which the prefill is interrupted and what is exact at one token
+                only is kept, beside those of `checkpoint_every`: such as where a system prompt ends.
 
         Raises:
             ValueError: there are no token ids, or they are none.
             pion_client.errors.InvalidRequest: the namespace cannot be one.
         """
         token_ids = _packed(prefix_ids)
-        request = _Request(token_ids, namespace, len(token_ids) // 4)
+        request = _Request(token_ids, namespace, len(token_ids) // 4, tuple(checkpoints))
         cache, found = self._restored(request)
         if found.served < request.token_count:
-            prefill_ms = self._complete(cache, request, found)
-            if reason := self._keep(cache, request, found, prefill_ms):
+            prefill_ms, taken = self._complete(cache, request, found)
+            if reason := self._keep(cache, request, found, prefill_ms, taken):
                 self._tally.because("skipped", reason)
         self._hold(cache, request)
         return cache
@@ -290,9 +302,11 @@ class PionPromptCache(AttendByNamespace):
             facts = self._facts()
             with self._answering():
                 found = self._look_up(namespace, facts, None)
-                if found.hit and found.prefix and self._stage2:
+                if not found.hit or found.prefix is None:
+                    return False
+                if self._stage2:
                     self._reside(found.prefix)
-                return found.hit
+                return not facts.lacks(found.prefix, found.prefix.token_count)
         except (UnsupportedCache, _Unanswered):
             return False
 
@@ -331,8 +345,10 @@ class PionPromptCache(AttendByNamespace):
             "breaker": "open" if self._breaker.is_open else "closed",
             "pending_bytes": self._behind.pending_bytes,
             "vquant": self._quantised.vquant,
-            "stored_as": self._quantised.says(self._known[1]) if self._known else "not stored",
-            "fidelity": self._quantised.stored(self._known[1]).fidelity if self._known else "",
+            "stored_as": self._stored_as(),
+            "fidelity": self._quantised.stored(self._known[1].layout).fidelity
+            if self._known
+            else "",
             "attend": self.residency.stats(),
         }
 
@@ -342,9 +358,9 @@ class PionPromptCache(AttendByNamespace):
         By what fetches and queries took in this object so far; before there were any, by what they
         usually take.
         """
-        if self._refusal:
+        if self._refusal or self._learn()[1].needs:
             return 1
-        layout = self._quantised.stored(self._learn()[1])
+        layout = self._quantised.stored(self._learn()[1].layout)
         layers = len({tensor.slot for tensor in layout.tensors})
         size = prefix_tokens * layout.row_bytes
         fetched, took = self._tally.of("fetch_bytes"), self._tally.of("fetch_ms")
@@ -395,19 +411,19 @@ class PionPromptCache(AttendByNamespace):
         """
         if kept := self.at_hand(namespace, token_count):
             return kept
-        cache = make_prompt_cache(self._model)
+        cache = self._make_cache(self._model)
         token_ids = self._ids_of(namespace, token_count)
         try:
             with self._answering():
                 prefix = self._client.fetch(namespace, rows=(0, token_count), as_mlx=True, tries=1)
             ids = token_ids or (prefix.packed_token_ids if prefix else b"")
-            if prefix and not _install(cache, prefix, ids, self._facts()):
+            if prefix and not put_back(cache, prefix, ids, self._facts()):
                 return self._kept(cache, namespace, ids)
         except _Unanswered:
             pass
         if not token_ids:
             raise NotStored(f"{namespace!r} is neither stored nor at hand")
-        self._prefill(cache, token_ids)
+        self._prefill(cache, token_ids, [len(token_ids) // 4])
         return self._kept(cache, namespace, token_ids)
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -438,26 +454,33 @@ class PionPromptCache(AttendByNamespace):
 
     # What the model is
 
-    def _learn(self) -> tuple[Future[str] | None, Layout]:
+    def _learn(self) -> tuple[Future[str] | None, Expected]:
         """Starts to find out the model's id, and what its cache holds, unless both are known."""
         computing = None if self._model_id else identity.begin(self._model)
         if self._known is None or self._known[0] is not computing:
-            self._known = computing, caches.expected_layout(self._model)
+            self._known = computing, caches.expected(self._model, self._make_cache)
         return self._known
 
-    def _facts(self) -> _Facts:
+    def _facts(self) -> Facts:
         arrays.mlx_core()
         if self._refusal:
             raise UnsupportedCache(self._refusal)
         computing, held = self._learn()
         model_id = computing.result() if computing else str(self._model_id)
-        return _Facts(model_id, self._quantised.stored(held), held)
+        return Facts(model_id + self._suffix, self._quantised.stored(held.layout), held)
+
+    def _stored_as(self) -> str:
+        if self._known is None:
+            return "not stored"
+        held = self._known[1]
+        rows = [self._quantised.says(held.layout)] if held.slots else []
+        return ", ".join([*rows, *(f"{kind} exact" for kind in held.kinds)])
 
     # From the server into the cache
 
     def _restored(self, request: _Request) -> tuple[Cache, _Found]:
         arrays.mlx_core()
-        cache = make_prompt_cache(self._model)
+        cache = self._make_cache(self._model)
         found = self._find(cache, request)
         self._tally.add("hits" if found.served else "misses")
         self._tally.add("tokens_served", found.served)
@@ -515,28 +538,39 @@ class PionPromptCache(AttendByNamespace):
             raise _Unanswered(error.reason.lower()) from error
         self._breaker.succeeded()
 
-    def _ask(self, request: _Request, facts: _Facts) -> _Found:
+    def _ask(self, request: _Request, facts: Facts) -> _Found:
         if request.namespace is not None:
             named = self._look_up(request.namespace, facts, request.token_ids)
             reason = str(named.reason)
-            if named.hit:
+            if named.hit and named.prefix:
+                if kind := facts.lacks(named.prefix, request.token_count):
+                    self._tally.because("shortened_by", kind)
+                    return _Found(reason="part_missing")
                 return _Found(request.token_count, prefix=named.prefix, lease_id=named.lease_id)
             return _Found(reason=reason, unstorable=reason if reason in _NAME_IS_TAKEN else "")
         match = self._client.match(
             model=facts.model_id,
-            token_ids=request.token_ids,
+            # Rows can be cut to what is wanted, parts must be there at a boundary within it.
+            token_ids=request.token_ids[: 4 * request.rows_max]
+            if facts.held.needs
+            else request.token_ids,
             fidelities=(facts.layout.fidelity,),
+            part_kinds=facts.held.kinds,
             timeout_s=self._deadline_s,
             tries=1,
         )
+        if match.shortened_by:
+            self._tally.because("shortened_by", match.shortened_by)
         if not match.hit or match.prefix is None:
             return _Found(reason=str(match.reason))
         if match.prefix.layout != facts.layout:
             return _Found(reason="layout_differs", unstorable="layout_differs")
         served = min(match.token_count, request.rows_max)
+        if facts.lacks(match.prefix, served):
+            return _Found(reason="part_missing")
         return _Found(served, str(match.reason), prefix=match.prefix, lease_id=match.lease_id)
 
-    def _look_up(self, namespace: str, facts: _Facts, token_ids: bytes | None) -> Lookup:
+    def _look_up(self, namespace: str, facts: Facts, token_ids: bytes | None) -> Lookup:
         return self._client.lookup(
             namespace,
             model=facts.model_id,
@@ -547,12 +581,13 @@ class PionPromptCache(AttendByNamespace):
             tries=1,
         )
 
-    def _fetch(self, cache: Cache, request: _Request, found: _Found, facts: _Facts) -> _Found:
+    def _fetch(self, cache: Cache, request: _Request, found: _Found, facts: Facts) -> _Found:
         started = time.perf_counter()
         prefix = self._client.fetch(
             None if found.lease_id else found.namespace,
             lease_id=found.lease_id,
             rows=(0, found.served),
+            part_kinds=facts.held.kinds,
             as_mlx=True,
             timeout_s=self._patience_s(found),
             tries=1,
@@ -560,7 +595,7 @@ class PionPromptCache(AttendByNamespace):
         if prefix is None:  # evicted meanwhile, or found corrupt and taken out: the name is free
             return found._replace(served=0, reason="gone")
         wanted = request.token_ids[: 4 * found.served]
-        if wrong := _install(cache, prefix, wanted, facts):
+        if wrong := put_back(cache, prefix, wanted, facts):
             return found._replace(served=0, reason=wrong, unstorable=wrong)
         self._tally.add("fetch_ms", (time.perf_counter() - started) * 1e3)
         self._tally.add("fetch_bytes", found.served * facts.layout.row_bytes)
@@ -579,7 +614,7 @@ class PionPromptCache(AttendByNamespace):
             return False
         session = self._reside(found.prefix)
         if kept := self._at_hand(request):
-            caches.install(cache, kept.rows, self._facts().held, request.token_count)
+            caches.install(cache, kept.rows, self._facts().held.layout, request.token_count)
             self._lane, self._lane_reason = "in-process", ""
             return True
         if session is None or not attention.is_installed():
@@ -631,32 +666,67 @@ class PionPromptCache(AttendByNamespace):
 
     # From the model into the cache
 
-    def _complete(self, cache: Cache, request: _Request, found: _Found) -> float:
-        """Appends what the server does not have; returns how long that took, 0 if it was at hand."""
+    def _complete(
+        self, cache: Cache, request: _Request, found: _Found
+    ) -> tuple[float, Checkpoints]:
+        """Appends what the server does not have.
+
+        Returns how long that took, 0 if it was at hand, and the parts at the boundaries passed.
+        """
+        checkpoints = Checkpoints(self._parts_max(request, found))
         if not found.served and (kept := self._at_hand(request)):
-            caches.install(cache, kept.rows, self._facts().held, request.token_count)
-            return 0.0
-        return self._prefill(cache, request.token_ids[4 * found.served :])
+            caches.install(cache, kept.rows, self._facts().held.layout, request.token_count)
+            return 0.0, checkpoints
+        take = functools.partial(checkpoints.take, cache) if found.facts else None
+        every = self._checkpoint_every
+        stops = boundaries(found.served, request.token_count, request.checkpoints, every)
+        prefill_ms = self._prefill(cache, request.token_ids, stops, found.served, take)
+        self._tally.add("checkpoints_dropped", checkpoints.dropped)
+        return prefill_ms, checkpoints
 
-    def _prefill(self, cache: Cache, token_ids: bytes) -> float:
-        """Appends tokens to the cache and waits until it is computed; returns how long it took.
+    def _parts_max(self, request: _Request, found: _Found) -> int:
+        inherited = 0 if _why_whole(found) or not found.prefix else len(found.prefix.parts)
+        return parts_max(request.token_count) - inherited
 
-        Only the cache is evaluated: of the last layer no attention, and of no token the logits.
+    def _prefill(
+        self,
+        cache: Cache,
+        token_ids: bytes,
+        stops: Sequence[int],
+        begin: int = 0,
+        at: Callable[[int], None] | None = None,
+    ) -> float:
+        """Appends tokens from `begin` on and waits until it is computed; returns how long it took.
+
+        Only the cache is evaluated: of the last layer no attention, and of no token the logits. At each
+        of the stops, the last of which is the end, `at` is called.
         """
         started = time.perf_counter()
         ids = mx.array(np.frombuffer(token_ids, "<u4"))
-        for begin in range(0, ids.size, PREFILL_STEP):
-            self._model(ids[None, begin : begin + PREFILL_STEP], cache=cache)
-            mx.eval([slot.state for slot in cache])
-            mx.clear_cache()
+        self._tally.add("tokens_prefilled", ids.size - begin)
+        for stop in stops:
+            while begin < stop:
+                end = min(begin + PREFILL_STEP, stop)
+                self._model(ids[None, begin:end], cache=cache)
+                caches.settle(cache)
+                mx.clear_cache()
+                begin = end
+            if at is not None:
+                at(stop)
         prefill_ms = (time.perf_counter() - started) * 1e3
-        self._tally.add("tokens_prefilled", ids.size)
         self._tally.last_prefill_ms = prefill_ms
         return prefill_ms
 
     # From the cache to the server
 
-    def _keep(self, cache: Cache, request: _Request, found: _Found, prefill_ms: float) -> str:
+    def _keep(
+        self,
+        cache: Cache,
+        request: _Request,
+        found: _Found,
+        prefill_ms: float,
+        checkpoints: Checkpoints,
+    ) -> str:
         """Has the cache stored behind the caller; returns why not, or nothing."""
         if found.unstorable or found.facts is None:
             return found.unstorable
@@ -665,14 +735,14 @@ class PionPromptCache(AttendByNamespace):
             return ""
         if found.served and request.token_count - found.served < limits.CHAIN_TOKENS_MIN:
             return "tail_short"
-        if caches.layout_of(cache) != found.facts.held:
+        if caches.expected_of(cache) != found.facts.held:
             return "layout_changed"
-        rows = caches.take(cache)
+        bundle = Bundle(caches.take(cache), checkpoints.taken)
         pending = _Pending(request, prefill_ms)
         self._pending[id(pending)] = pending
         queued = self._behind.put(
-            functools.partial(self._store, pending, found, rows),
-            size_bytes=sum(side.nbytes for pair in rows for side in pair),
+            functools.partial(self._store, pending, found, bundle),
+            size_bytes=bundle.size_bytes,
             delay_s=min(prefill_ms / 1e3, START_DELAY_S_MAX),
             abandoned=functools.partial(self._settle, pending, "abandoned"),
         )
@@ -698,13 +768,13 @@ class PionPromptCache(AttendByNamespace):
                 self._missed.popitem(last=False)
         return count >= self._admission_threshold
 
-    def _store(self, pending: _Pending, found: _Found, rows: list[Rows]) -> None:
+    def _store(self, pending: _Pending, found: _Found, bundle: Bundle) -> None:
         """The job behind the caller."""
         started = time.perf_counter()
         reason = "error"
         try:
             with self._answering():
-                stored = self._send(pending, found, rows)
+                stored = self._send(pending, found, bundle)
                 self._tally.add("already_stored" if stored.already_stored else "stores")
                 reason = ""
                 if self._stage2 and pending.request.namespace and found.facts:
@@ -721,7 +791,7 @@ class PionPromptCache(AttendByNamespace):
             self._tally.add("store_ms", (time.perf_counter() - started) * 1e3)
             self._settle(pending, reason)
 
-    def _send(self, pending: _Pending, found: _Found, rows: list[Rows]) -> Stored:
+    def _send(self, pending: _Pending, found: _Found, bundle: Bundle) -> Stored:
         assert found.facts is not None
         request, prefill_ms = pending
         saved_ms = _prefill_ms(found)
@@ -731,64 +801,51 @@ class PionPromptCache(AttendByNamespace):
             token_ids=request.token_ids,
             model=found.facts.model_id,
             codecs=codecs_of(found.facts.layout),
+            slots=found.facts.held.slots,
+            parts=bundle.parts(),
             # Of a child's rows only some were computed now; without the others' time it is unknown.
             prefill_ms=prefill_ms + saved_ms if saved_ms or not found.served else 0,
             progress=self._behind.check,
         )
-        why_whole = _why_whole(found)
-        if found.served and not why_whole:
-            own = [Rows(k[:, found.served :], v[:, found.served :]) for k, v in rows]
-            try:
-                return store(layers=own, parent=found.namespace, base=found.served)
-            except NotStored:  # dropped or evicted meanwhile; all rows are here
-                why_whole = "parent_gone"
-        stored = store(layers=rows)
+        stored, why_whole = self._place(store, found, bundle)
+        if stored.already_stored and self._lacks_parts(stored, found.facts):
+            stored = store(layers=bundle.layers(), replace=True)
         if why_whole:
             self._tally.because("stored_whole", why_whole)
         return stored
 
+    def _place(
+        self, store: Callable[..., Stored], found: _Found, bundle: Bundle
+    ) -> tuple[Stored, str]:
+        """Stores behind what was served, or whole; returns why whole as well."""
+        why_whole = _why_whole(found)
+        if found.served and not why_whole:
+            own = bundle.layers(found.served)
+            try:
+                return store(layers=own, parent=found.namespace, base=found.served), ""
+            except NotStored:  # dropped or evicted meanwhile; all rows are here
+                why_whole = "parent_gone"
+        return store(layers=bundle.layers()), why_whole
 
-class _Tally:
-    """Counters behind one lock."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.last_prefill_ms = 0.0
-        self._sums: dict[str, float] = collections.defaultdict(int)
-        self._reasons: dict[str, dict[str, int]] = {}
-
-    def add(self, name: str, amount: float = 1) -> None:
-        with self.lock:
-            self._sums[name] += amount
-
-    def because(self, name: str, reason: str) -> None:
-        with self.lock:
-            counts = self._reasons.setdefault(name, {})
-            counts[reason] = counts.get(reason, 0) + 1
-
-    def of(self, name: str) -> float:
-        with self.lock:
-            return self._sums[name]
-
-    def reasons(self, name: str) -> dict[str, int]:
-        with self.lock:
-            return dict(self._reasons.get(name, {}))
+    def _lacks_parts(self, stored: Stored, facts: Facts) -> bool:
+        """Whether what a name holds already are the rows without the parts they need."""
+        if not facts.held.needs:
+            return False
+        named = self._look_up(stored.namespace, facts, None)
+        return (
+            named.hit
+            and named.prefix is not None
+            and bool(facts.lacks(named.prefix, stored.token_count))
+        )
 
 
-def _install(cache: Cache, prefix: Prefix, token_ids: bytes, facts: _Facts) -> str:
-    """Fills the cache with a fetched prefix, whole; or says in one word what is wrong with it."""
-    if prefix.model != facts.model_id:
-        return "model_differs"
-    if prefix.packed_token_ids != token_ids:
-        return "tokens_differ"
-    if prefix.slots != tuple(range(len(cache))):
-        return "layout_differs"
+def _plain(cache: Cache) -> bool:
+    """Whether attention can run over it elsewhere."""
     try:
-        layers = as_held(prefix, stored=facts.layout, held=facts.held)
-        caches.install(cache, layers, facts.held, len(token_ids) // 4)
-    except CacheMismatch:
-        return "layout_differs"
-    return ""
+        caches.require_rows(cache)
+    except UnsupportedCache:
+        return False
+    return True
 
 
 def _prefill_ms(found: _Found) -> float:
@@ -806,6 +863,8 @@ def _why_whole(found: _Found) -> str:
         return "base_short"  # a shared <s> would make all prefixes hang on one
     if found.prefix.depth + 1 >= limits.CHAIN_DEPTH_MAX:
         return "chain_deep"
+    if 2 * len(found.prefix.parts) > parts_max(found.prefix.token_count):
+        return "parts_many"
     return ""
 
 
@@ -816,9 +875,11 @@ def _packed(token_ids: Sequence[int]) -> bytes:
     return packed
 
 
-def _check_options(admission_threshold: int, deadline_s: float) -> None:
+def _check_options(admission_threshold: int, deadline_s: float, checkpoint_every: int) -> None:
     if admission_threshold < 1 or not deadline_s > 0:
         raise ValueError("admission_threshold ≥ 1 and deadline_s > 0, please")
+    if checkpoint_every < 0:
+        raise ValueError("checkpoint_every is at least 0: tokens, or at the end only")
 
 
 def _check_model_id(model_id: str | None) -> None:

@@ -1,0 +1,147 @@
+"""What is exact at one token only, as a part: bytes with a description, and back.
+
+The bytes of a part are its arrays behind each other, in order, each row-major and little-endian, with
+nothing between them. Its description is JSON:
+
+    {"v": 1, "class": "RotatingKVCache", "numbers": {"offset": 40, ...},
+     "arrays": [["F32", [1, 2, 40, 16]], null]}
+
+`v` is this format, `class` the cache class, `numbers` what the adapter keeps beside arrays, `arrays`
+type and shape of each, or null where the model has put none. Types are named as in safetensors.
+
+Knows MLX arrays and this format; not what they mean. The one decision: everything that was received is
+checked against its own description before an array is made, and nothing is guessed: another version, a
+type without a name here or a byte too many is refused.
+"""
+
+import json
+import math
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from pion_client.adapters import CacheMismatch, Contents, UnsupportedCache
+from pion_client.values import Part
+
+VERSION = 1
+NDIM_MAX = 8
+
+_NAMES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint8: "U8",
+    mx.uint16: "U16",
+    mx.uint32: "U32",
+    mx.int32: "I32",
+    mx.int64: "I64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_BITS = {1: (mx.uint8, np.uint8), 2: (mx.uint16, np.uint16), 4: (mx.uint32, np.uint32)}
+
+
+class Taken(NamedTuple):
+    """A part whose arrays are still where the cache had them: read-only NumPy, row-major."""
+
+    kind: str
+    slot: int
+    boundary_tokens: int
+    description: str
+    arrays: list[np.ndarray]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def part(self) -> Part:
+        """Returns it as it is sent; copies unless it is a single array."""
+        flat = [array.reshape(-1).view(np.uint8) for array in self.arrays]
+        data = flat[0] if len(flat) == 1 else np.concatenate([np.empty(0, np.uint8), *flat])
+        return Part(self.kind, self.slot, self.boundary_tokens, data.data, self.description)
+
+
+def describe(class_name: str, contents: Contents) -> str:
+    """Returns the description of contents. Raises UnsupportedCache for a type that has no name here."""
+    arrays: list[Any] = []
+    for array in contents.arrays:
+        if array is not None and array.dtype not in _NAMES:
+            raise UnsupportedCache(f"{class_name}: arrays of {array.dtype} are not stored")
+        arrays.append(None if array is None else [_NAMES[array.dtype], list(array.shape)])
+    description = {
+        "v": VERSION,
+        "class": class_name,
+        "numbers": dict(contents.numbers),
+        "arrays": arrays,
+    }
+    return json.dumps(description, separators=(",", ":"))
+
+
+def bits_of(array: mx.array) -> mx.array:
+    """Returns an array of the same bits that NumPy can see: it has no bfloat16."""
+    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+
+
+def read_only(bits: mx.array) -> np.ndarray:
+    """Returns an evaluated array as NumPy, over the same memory."""
+    array = np.asarray(bits)
+    array.flags.writeable = False
+    return array
+
+
+def contents_of(part: Part) -> tuple[str, Contents]:
+    """Returns the cache class that a received part is of, and the contents.
+
+    Raises:
+        CacheMismatch: description and bytes are not those of a part.
+    """
+    description = _parsed(part.description)
+    data = memoryview(part.data).cast("B")
+    shapes = [None if entry is None else _shape(entry) for entry in description["arrays"]]
+    sizes = [0 if s is None else math.prod(s[1]) * s[0].size for s in shapes]
+    if sum(sizes) != len(data):
+        raise CacheMismatch(f"a part of {len(data)} bytes is described as one of {sum(sizes)}")
+    arrays, begin = [], 0
+    for shape, size in zip(shapes, sizes, strict=True):
+        arrays.append(None if shape is None else _array(*shape, data[begin : begin + size]))
+        begin += size
+    return description["class"], Contents(description["numbers"], tuple(arrays))
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise CacheMismatch("a part is not described") from error
+    if not isinstance(found, dict) or found.get("v") != VERSION:
+        raise CacheMismatch(f"a part is described in another version than {VERSION}")
+    numbers, arrays = found.get("numbers"), found.get("arrays")
+    sound = (
+        isinstance(found.get("class"), str)
+        and isinstance(arrays, list)
+        and isinstance(numbers, dict)
+        and all(type(number) is int for number in numbers.values())
+    )
+    if not sound:
+        raise CacheMismatch("a part is not described as parts are")
+    return found
+
+
+def _shape(entry: Any) -> tuple[mx.Dtype, list[int]]:
+    if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list):
+        name, shape = entry
+        sound = len(shape) <= NDIM_MAX and all(type(n) is int and n >= 0 for n in shape)
+        if sound and isinstance(name, str) and name in _DTYPES:
+            return _DTYPES[name], shape
+    raise CacheMismatch(f"an array is described as {entry!r}")
+
+
+def _array(dtype: mx.Dtype, shape: list[int], data: memoryview) -> mx.array:
+    if not data.nbytes:
+        return mx.zeros(shape, dtype=dtype)
+    if dtype.size not in _BITS:
+        return mx.array(np.frombuffer(data, np.int64).reshape(shape))
+    mlx_bits, numpy_bits = _BITS[dtype.size]
+    bits = mx.array(np.frombuffer(data, numpy_bits).reshape(shape))
+    return bits if dtype == mlx_bits else bits.view(dtype)
