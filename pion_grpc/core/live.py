@@ -6,6 +6,7 @@ writer at a time, and no prefix is sealed while somebody writes to it: the reser
 
 import bisect
 import contextlib
+import dataclasses
 import json
 from collections.abc import Sequence
 
@@ -227,12 +228,23 @@ def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> Rows
 def tensor_of(
     transaction: Transaction, row: PrefixRow, slot: int, side: Side
 ) -> TensorLayout | None:
-    """Returns the tensor that a prefix has, or would have if rows of it came."""
-    for tensor in Layout.from_json(row.layout).tensors:
-        if (tensor.slot, tensor.side) == (slot, side):
+    """Returns the tensor that a prefix has, or would have if rows of it came.
+
+    One that has no token ids, because rows are only ever written to it, takes rows for slots that its
+    layout does not name if those it names are all alike on this side: who registered it may not have
+    known how many there will be.
+    """
+    own = [t for t in Layout.from_json(row.layout).tensors if t.side is side]
+    for tensor in own:
+        if tensor.slot == slot:
             return tensor
     declared = Sides(transaction).of(row.id).get(side.value)
-    return Declaration.from_json(declared).tensor(slot, side) if declared else None
+    if declared:
+        return Declaration.from_json(declared).tensor(slot, side)
+    alike = {dataclasses.replace(tensor, slot=slot) for tensor in own}
+    if len(alike) == 1 and not transaction.token_ids(row.id):
+        return alike.pop()
+    return None
 
 
 def with_tensor(

@@ -31,7 +31,7 @@ from pion_grpc.errors import (
     RowsOutOfRange,
 )
 from pion_wire.blocks import derived_namespace, root_hash
-from pion_wire.layout import DType, Layout, PartInfo, Side
+from pion_wire.layout import DType, Layout, PartInfo, Side, TensorLayout
 from tests.core.support import (
     MODEL,
     SMALL,
@@ -605,6 +605,26 @@ class StoreContract:
             store.read_rows(TENANT, "p", 1, Side.K, np.array([0], dtype="<u4"))
         with pytest.raises(NotStored):
             store.read_rows(TENANT, "absent", 0, Side.K, np.array([0], dtype="<u4"))
+
+    def test_a_slot_is_only_added_where_nothing_says_how_many_there_are(
+        self, store: PrefixStore
+    ) -> None:
+        store.register(TENANT, "p", SMALL)
+        write(store, "p", 0, b"v" * 160, slot=3)
+        info = look(store, "p").prefix
+        assert info is not None
+        assert [(t.slot, t.side) for t in info.layout.tensors][-1] == (3, Side.K)
+        found = store.read_rows(TENANT, "p", 3, Side.K, np.array([9], dtype="<u4"))
+        assert found is not None
+        assert b"".join(found[1]) == b"v" * 16
+        put(store, "whole", PROMPT)
+        with pytest.raises(LayoutDiffers):
+            write(store, "whole", 200, b"v" * 16, slot=3)
+        unlike = Layout((SMALL.tensors[0], TensorLayout(1, Side.K, 1, 4, DType.F32)))
+        store.register(TENANT, "unlike", unlike)
+        for side in Side:
+            with pytest.raises(LayoutDiffers):
+                write(store, "unlike", 0, b"v" * 16, slot=3, side=side)
 
     # -- snapshots
 

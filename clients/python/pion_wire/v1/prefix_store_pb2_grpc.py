@@ -254,6 +254,8 @@ class PrefixStoreServicer(object):
     def WriteRows(self, request_iterator, context):
         """Writes rows of one tensor at a row: appends, overwrites, or leaves a gap of zero rows. The prefix
         becomes live if it was not. Each call is one batch, visible as a whole when acknowledged.
+        A prefix without token ids takes rows for slots that its layout does not name, if those it names
+        are all alike on this side.
         Errors: INVALID, CHECKSUM, LAYOUT, NOT_STORED, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -94,6 +94,8 @@ class PrefixStoreStub:
     WriteRows: _grpc.StreamUnaryMultiCallable[_prefix_store_pb2.PrefixStoreWriteRowsRequest, _prefix_store_pb2.PrefixStoreWriteRowsResponse]
     """Writes rows of one tensor at a row: appends, overwrites, or leaves a gap of zero rows. The prefix
     becomes live if it was not. Each call is one batch, visible as a whole when acknowledged.
+    A prefix without token ids takes rows for slots that its layout does not name, if those it names
+    are all alike on this side.
     Errors: INVALID, CHECKSUM, LAYOUT, NOT_STORED, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
     """
     ReadRows: _grpc.UnaryStreamMultiCallable[_prefix_store_pb2.PrefixStoreReadRowsRequest, _prefix_store_pb2.PrefixStoreReadRowsResponse]
@@ -180,6 +182,8 @@ class PrefixStoreAsyncStub(PrefixStoreStub):
     WriteRows: _aio.StreamUnaryMultiCallable[_prefix_store_pb2.PrefixStoreWriteRowsRequest, _prefix_store_pb2.PrefixStoreWriteRowsResponse]  # type: ignore[assignment]
     """Writes rows of one tensor at a row: appends, overwrites, or leaves a gap of zero rows. The prefix
     becomes live if it was not. Each call is one batch, visible as a whole when acknowledged.
+    A prefix without token ids takes rows for slots that its layout does not name, if those it names
+    are all alike on this side.
     Errors: INVALID, CHECKSUM, LAYOUT, NOT_STORED, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
     """
     ReadRows: _aio.UnaryStreamMultiCallable[_prefix_store_pb2.PrefixStoreReadRowsRequest, _prefix_store_pb2.PrefixStoreReadRowsResponse]  # type: ignore[assignment]
@@ -341,6 +345,8 @@ class PrefixStoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_prefix_store_pb2.PrefixStoreWriteRowsResponse, _abc.Awaitable[_prefix_store_pb2.PrefixStoreWriteRowsResponse]]:
         """Writes rows of one tensor at a row: appends, overwrites, or leaves a gap of zero rows. The prefix
         becomes live if it was not. Each call is one batch, visible as a whole when acknowledged.
+        A prefix without token ids takes rows for slots that its layout does not name, if those it names
+        are all alike on this side.
         Errors: INVALID, CHECKSUM, LAYOUT, NOT_STORED, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
         """
 
