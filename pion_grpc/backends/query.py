@@ -8,6 +8,8 @@ nothing is allocated in proportion to a number that was not compared with the by
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pion_grpc.backends.base import (
@@ -21,6 +23,8 @@ from pion_grpc.backends.base import (
 )
 
 Buffer = bytes | bytearray | memoryview
+
+_F32, _I32, _U32 = (np.dtype(name) for name in ("<f4", "<i4", "<u4"))
 
 ROW_BYTES_MAX = (1 << 62) - 1
 """Of one row of all heads: of no rows NumPy makes an array of that shape, and of no larger one."""
@@ -43,24 +47,24 @@ def tensor(data: Buffer, heads: int, dim: int, field: str, rows: int | None = No
     not aligned to 4.
     """
     _require(heads > 0 and dim > 0, field, "heads and dim must be positive")
-    size = memoryview(data).nbytes
+    size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
     row_bytes = heads * dim * 4
     _require(row_bytes <= ROW_BYTES_MAX, field, "heads and dim are larger than any memory")
     _require(size % row_bytes == 0, field, f"{size} bytes are no multiple of {row_bytes}")
     got = size // row_bytes
     if rows is not None:
         _require(got == rows, field, f"{size} bytes given, {rows * row_bytes} expected")
-    return _view(data, np.float32).reshape(heads, got, dim)
+    return _view(data, _F32).reshape(heads, got, dim)
 
 
 def indices(data: Buffer, heads: int, width: int) -> Array:
     """View little-endian int32 bytes as the [heads][width] of `Sparse`."""
-    return _table(data, np.int32, (heads, width), "indices")
+    return _table(data, _I32, (heads, width), "indices")
 
 
 def counts(data: Buffer, heads: int) -> Array:
     """View little-endian uint32 bytes as the [heads] of `Sparse`."""
-    return _table(data, np.uint32, (heads,), "counts")
+    return _table(data, _U32, (heads,), "counts")
 
 
 def check(query: Query, resident: Resident) -> None:
@@ -92,7 +96,7 @@ def check(query: Query, resident: Resident) -> None:
         _require(query.block_tokens > 0, "block_tokens", "must be positive")
         _require(query.blocks > 0, "blocks", "must be positive")
         _require(query.selector in ("mean", "quest"), "selector", "must be mean or quest")
-    if isinstance(query, Sparse | SparseAuto):
+    if isinstance(query, (Sparse, SparseAuto)):
         _require(rows == 1, "q", f"has {rows} rows, a sparse query has one")
 
 
@@ -113,16 +117,17 @@ def _check_indices(query: Sparse) -> None:
     _require(bool((used <= table.shape[1]).all()), "counts", f"above the width {table.shape[1]}")
 
 
-def _table(data: Buffer, dtype: type[np.generic], shape: tuple[int, ...], field: str) -> Array:
+def _table(data: Buffer, dtype: np.dtype[Any], shape: tuple[int, ...], field: str) -> Array:
     _require(all(n >= 0 for n in shape), field, "sizes must not be negative")
     size, expected = memoryview(data).nbytes, int(np.prod(shape, dtype=object)) * 4
     _require(size == expected, field, f"{size} bytes given, {expected} expected")
     return _view(data, dtype).reshape(shape)
 
 
-def _view(data: Buffer, dtype: type[np.generic]) -> Array:
-    """Little-endian items of ``dtype``; aligned, because BLAS copies whole operands that are not."""
-    return np.require(np.frombuffer(data, np.dtype(dtype).newbyteorder("<")), dtype, "A")
+def _view(data: Buffer, dtype: np.dtype[Any]) -> Array:
+    """Items of ``dtype``; aligned, because BLAS copies whole operands that are not."""
+    items: Array = np.frombuffer(data, dtype)
+    return items if items.flags.aligned else items.copy()
 
 
 def _require(holds: bool, field: str, reason: str) -> None:

@@ -260,7 +260,6 @@ class Attend:
             InvalidRequest: the query does not fit the entry.
             OverBudget, Corrupt: it could not be made resident.
         """
-        check_key(key)
         return self._answer(self._resident(key, warm=warm), ask)
 
     def compute(self, shape: Shape, k: memoryview, v: memoryview, ask: Ask) -> Answer:
@@ -304,6 +303,7 @@ class Attend:
                 self._entries.move_to_end(key)
                 return entry.resident
             record = self._cold.get(key)
+        check_key(key)  # of an entry it has been
         if record is None:
             raise Missing(
                 f"layer {key.layer} of {key.session!r} is unknown: make it resident",

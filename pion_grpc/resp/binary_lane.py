@@ -22,6 +22,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from pion_grpc.resp.protocol import Destination, ProtocolError
 from pion_grpc.resp.reply import Buffer, byte_view, join_small
@@ -67,8 +68,7 @@ class Frame:
     body: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class FusedQuery:
+class FusedQuery(NamedTuple):
     """A 0x24 body: attention of `query_count` rows over a stored prefix and the suffix that came.
 
     Tensors are views of float32, shapes as in the module's table.
@@ -184,28 +184,37 @@ def parse_fused_query(body: memoryview) -> FusedQuery:
 
     Raises MalformedBodyError. Zero heads, rows or dimensions pass here: they are a shape.
     """
-    fields = _Fields(body)
-    (sid_bytes,) = fields.unpack(_SID)
-    sid = bytes(fields.take(sid_bytes))
-    layer, query_heads, head_dim, kv_heads, query_count, suffix_rows = fields.unpack(_SHAPE)
-    suffix_bytes = kv_heads * suffix_rows * head_dim * FLOAT_BYTES
-    query = FusedQuery(
-        sid=sid,
+    try:
+        sid_end = _SID.size + _SID.unpack_from(body)[0]
+        layer, query_heads, head_dim, kv_heads, query_count, suffix_rows = _SHAPE.unpack_from(
+            body, sid_end
+        )
+    except struct.error:
+        raise MalformedBodyError(f"{len(body)} bytes are too few for a shape") from None
+    q_at = sid_end + _SHAPE.size
+    k_at = q_at + query_heads * query_count * head_dim * FLOAT_BYTES
+    v_at = k_at + kv_heads * suffix_rows * head_dim * FLOAT_BYTES
+    map_at = v_at + v_at - k_at
+    end = map_at + query_heads
+    left_bytes = len(body) - end
+    if left_bytes not in (0, _WINDOW.size):
+        raise MalformedBodyError(
+            f"{abs(left_bytes)} bytes too {'few' if left_bytes < 0 else 'many'}"
+        )
+    return FusedQuery(
+        sid=bytes(body[_SID.size : sid_end]),
         layer=layer,
         query_heads=query_heads,
         head_dim=head_dim,
         kv_heads=kv_heads,
         query_count=query_count,
         suffix_rows=suffix_rows,
-        q=fields.take(query_heads * query_count * head_dim * FLOAT_BYTES),
-        k_suffix=fields.take(suffix_bytes),
-        v_suffix=fields.take(suffix_bytes),
-        head_map=fields.take(query_heads),
-        window=fields.unpack(_WINDOW)[0] if fields.left_bytes else None,
+        q=body[q_at:k_at],
+        k_suffix=body[k_at:v_at],
+        v_suffix=body[v_at:map_at],
+        head_map=body[map_at:end],
+        window=_WINDOW.unpack_from(body, end)[0] if left_bytes else None,
     )
-    if fields.left_bytes:
-        raise MalformedBodyError(f"{fields.left_bytes} bytes too many")
-    return query
 
 
 def encode_fused_query(query: FusedQuery) -> list[Buffer]:
@@ -226,25 +235,3 @@ def encode_fused_query(query: FusedQuery) -> list[Buffer]:
         query.head_map,
         b"" if query.window is None else _WINDOW.pack(query.window),
     ]
-
-
-class _Fields:
-    """A body, read from front to back."""
-
-    def __init__(self, body: memoryview) -> None:
-        self._body = body
-        self._at = 0
-
-    @property
-    def left_bytes(self) -> int:
-        return len(self._body) - self._at
-
-    def take(self, byte_count: int) -> memoryview:
-        if byte_count > self.left_bytes:
-            raise MalformedBodyError(f"{byte_count - self.left_bytes} bytes too few")
-        field = self._body[self._at : self._at + byte_count]
-        self._at += byte_count
-        return field
-
-    def unpack(self, layout: struct.Struct) -> tuple[int, ...]:
-        return layout.unpack(self.take(layout.size))
