@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from pion_client import arrays as _arrays  # noqa: F401  minds forks, from the first import on
 from pion_client import errors
 from pion_client.errors import PionError
-from pion_client.tls import Tls
 from pion_client.values import (
     BlockTable,
     Description,
@@ -41,6 +40,7 @@ from pion_wire.layout import DType, Layout, LayoutError, PartInfo, Side, TensorL
 if TYPE_CHECKING:
     from pion_client.attend import AttendEntry, AttendState, Warmed
     from pion_client.client import Client
+    from pion_client.tls import Tls
 
 __all__ = [
     "AttendEntry",
@@ -77,6 +77,7 @@ _NEED_GRPC = {
     "AttendEntry": "pion_client.attend",
     "AttendState": "pion_client.attend",
     "Client": "pion_client.client",
+    "Tls": "pion_client.tls",
     "Warmed": "pion_client.attend",
 }
 
