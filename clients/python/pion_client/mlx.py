@@ -30,6 +30,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from pion_client import arrays, attention, bundles, caches, identity
+from pion_client.arrays_cache import deserialize_arrays_cache, serialize_arrays_cache
 from pion_client.attention import (
     PatchError,
     install_pion_attention_patch,
@@ -52,16 +53,20 @@ from pion_client.errors import (
 from pion_client.identity import model_id
 from pion_client.quantised import Quantised, codecs_of
 from pion_client.residency import AttendByNamespace, Kept, NotResident, Residency, Session
+from pion_client.retrieval import HybridRetrievalCache
 from pion_client.tally import Tally
 from pion_client.values import Lookup, PrefixInfo, Stored
 from pion_wire import blocks, limits
 
 __all__ = [
+    "HybridRetrievalCache",
     "PatchError",
     "PionPromptCache",
+    "deserialize_arrays_cache",
     "install_pion_attention_patch",
     "make_pion_prompt_cache",
     "model_id",
+    "serialize_arrays_cache",
     "uninstall_pion_attention_patch",
 ]
 

@@ -1,0 +1,158 @@
+"""Keys at other positions than they were computed at: rotary embeddings turned on, exactly.
+
+Knows a model's layers and the rotations in them; neither chunks nor servers. A rotary embedding turns
+each pair of values of a key by an angle that is the position times a frequency, so a key is moved by
+`delta` positions by turning it further, and values need nothing::
+
+    K' = K · cos(delta · f) + half(K) · sin(delta · f),   f[i] = base^(-2i/d),  i = 0 … d/2 - 1
+    half(K) = (-K[d/2:], K[:d/2]),   cos and sin repeated for both halves; in float32, then cast back
+
+(Su et al., RoFormer, 2021, §3.2.2; in the layout of halves, not of neighbours.)
+
+The one decision: a model is believed when it has been asked. What is known not to be movable is refused
+with its reason, from the classes of its caches and rotations. Then a few tokens are run twice, at two
+places, and what the formula makes of the first run's keys is compared with the second's, layer by layer:
+positions that enter anywhere else (learned ones, scaled attention, a key of which another share is
+turned) show as a difference, in architectures too that nobody has thought of here.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.positional_encoding import RoPE
+from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cache
+
+_PROBE_IDS = range(1, 9)
+"""Any tokens that every model has."""
+PROBE_SHIFT = 1_000
+PROBE_DIFFERENCE_MAX = 0.05
+"""Root mean square of the difference over that of the rows. Rounding of 16-bit types makes 0.01; a
+rotation of another kind makes 1."""
+
+
+class PositionsFixed(NotImplementedError):
+    """Keys of this model cannot be moved to other positions; the text says why."""
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of one layer."""
+
+    dims: int
+    """Values at the beginning of a head that are turned."""
+    base: float
+
+
+def moved(keys: mx.array, rotation: Rotation, delta: int) -> mx.array:
+    """Returns keys as they are `delta` positions later; by 0 they are the same array.
+
+    Args:
+        keys: (…, tokens, head_dim), of any floating type, which the result has too.
+        rotation: what turned them.
+        delta: how far, of all rows alike; may be negative.
+    """
+    if not delta:
+        return keys
+    dims = rotation.dims
+    cos, sin = (mx.array(factors) for factors in _turn(rotation, delta))
+    turning = keys[..., :dims].astype(mx.float32)
+    low, high = mx.split(turning, 2, axis=-1)
+    turned = turning * cos + mx.concatenate([-high, low], axis=-1) * sin
+    return mx.concatenate([turned.astype(keys.dtype), keys[..., dims:]], axis=-1)
+
+
+@functools.lru_cache(64)
+def _turn(rotation: Rotation, delta: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine per value; in float64 first, for angles may be of many turns."""
+    dims = rotation.dims
+    angles = delta * rotation.base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+    twice = np.tile(angles, 2)
+    return np.cos(twice).astype(np.float32), np.sin(twice).astype(np.float32)
+
+
+def rotations(model: Any) -> list[Rotation]:
+    """Returns the rotation of every slot of a model whose keys can be moved.
+
+    The model runs on eight tokens, twice.
+
+    Raises:
+        PositionsFixed: they cannot be.
+    """
+    cache = make_prompt_cache(model)
+    for slot, one in enumerate(cache):
+        if type(one) is not KVCache:
+            raise PositionsFixed(f"slot {slot} is a {type(one).__name__}: it has no rows to move")
+    layers = getattr(model, "layers", ())
+    if len(layers) != len(cache):
+        raise PositionsFixed(f"{len(layers)} layers have {len(cache)} caches")
+    found = [_rotation(index, layer) for index, layer in enumerate(layers)]
+    _probe(model, found)
+    return found
+
+
+def _rotation(index: int, layer: Any) -> Rotation:
+    plain = [module for module in layer.modules() if type(module) is RoPE]
+    others = {
+        name
+        for module in layer.modules()
+        if (name := type(module).__name__).lower().endswith(("rope", "nope")) and name != "RoPE"
+    }
+    if others:
+        raise PositionsFixed(f"layer {index}: {', '.join(sorted(others))} is no plain RoPE")
+    if len(plain) != 1:
+        raise PositionsFixed(f"layer {index}: {len(plain)} rotary embeddings where 1 is needed")
+    rope: Any = plain[0]
+    if rope.traditional:
+        raise PositionsFixed(f"layer {index}: interleaved RoPE turns neighbours, not halves")
+    if rope.scale != 1.0:
+        raise PositionsFixed(f"layer {index}: RoPE is scaled by {rope.scale:g}")
+    return Rotation(int(rope.dims), float(rope.base))
+
+
+class _Elsewhere:
+    """What a model takes for a cache: empty, but its first row stands at a position of choice."""
+
+    def __init__(self, position: int) -> None:
+        self._position = self.offset = position
+        self.rows: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.rows = keys, values
+        self.offset += keys.shape[2]
+        return self.rows
+
+    def make_mask(
+        self, count: int, return_array: bool = False, window_size: int | None = None
+    ) -> Any:
+        return create_attention_mask(count, self.offset - self._position, return_array, window_size)
+
+
+def _probe(model: Any, found: Sequence[Rotation]) -> None:
+    here, there = (rows_at(model, position, _PROBE_IDS) for position in (0, PROBE_SHIFT))
+    for index, (rotation, mine, models) in enumerate(zip(found, here, there, strict=True)):
+        if mine is None or models is None:
+            raise PositionsFixed(f"layer {index} has no rows of its own")
+        keys, values = moved(mine[0], rotation, PROBE_SHIFT), mine[1]
+        for side, ours, wanted in (("keys", keys, models[0]), ("values", values, models[1])):
+            difference = _rms(ours - wanted) / max(_rms(wanted), 1e-30)
+            if not difference <= PROBE_DIFFERENCE_MAX:
+                raise PositionsFixed(
+                    f"layer {index}: moved {side} differ from the model's own by {difference:.0%}"
+                )
+
+
+def rows_at(
+    model: Any, position: int, token_ids: Sequence[int]
+) -> list[tuple[mx.array, mx.array] | None]:
+    """Runs tokens from a position on, with nothing before them; returns the rows of every layer."""
+    cache = [_Elsewhere(position) for _ in model.layers]
+    model(mx.array([list(token_ids)], mx.int32), cache=cache)
+    rows = [slot.rows for slot in cache]
+    mx.eval(rows)
+    return rows
+
+
+def _rms(array: mx.array) -> float:
+    return float(mx.sqrt(mx.mean(mx.square(array.astype(mx.float32)))))

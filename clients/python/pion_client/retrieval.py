@@ -1,0 +1,386 @@
+"""Retrieved chunks whose prefill is done once: `HybridRetrievalCache`.
+
+Knows chunks by their ids, and mlx-lm's models and caches; not how anything is retrieved, nor any text.
+Everything is token ids: what is put one behind the other is tokens, never strings, because the tokens of
+two texts are not those of both together.
+
+A *chunk* begins a prompt: its cache is continued with the tokens that follow it. A *pack* is computed
+behind a stub that all packs share; several of them follow one another behind one stub, in any order,
+each with its keys moved to where it stands (`positions`). What packs cannot have is attention to each
+other: where two nearly say the same the model mixes them up, as it would not in one long prompt, so few
+large packs answer better than many small ones.
+
+Two backends keep them. `inproc` holds caches in this process, of any class, with every bit they had; it
+needs no server and does not load gRPC. `pion` keeps them on a server, through `PionPromptCache`: other
+processes find them, and so does this one after a restart.
+
+The one decision: a chunk is known by its tokens, and what the model made of them is only kept. Whatever
+cache is found under a key is compared with them and, where it is missing, of other tokens or out of
+reach, computed once more. So memory is bounded without a chunk being lost, a server may only save time,
+and a chunk that is replaced is replaced whole. The key is the chunk's id and the model's id (and the
+stub's tokens): another model, or this one with other weights, has chunks of its own.
+"""
+
+import collections
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from pion_client import identity, positions
+from pion_client.arrays import mlx_core
+from pion_client.chunks import Backend, Cache, Compute, Held, Key, Known, Manifest, compact
+from pion_client.positions import PositionsFixed, Rotation
+from pion_wire import blocks
+
+if TYPE_CHECKING:
+    from pion_client.client import Client
+
+__all__ = ["HybridRetrievalCache", "Ingested", "PositionsFixed"]
+
+PACKS_MAX = 8
+"""Packs behind one stub, unless the caller says otherwise."""
+MEMORY_BYTES_MAX = 4 << 30
+PREFILL_STEP = 2048
+"""Tokens per forward pass: mlx-lm's `prefill_step_size`, so that prefills are split as its own are."""
+DEADLINE_S = 5.0
+
+
+class Ingested(NamedTuple):
+    """What `ingest` and `ingest_pack` did."""
+
+    chunk_id: str
+    token_count: int
+    """Of the chunk; of a pack without its stub."""
+    namespace: str
+    """Under which a server keeps it."""
+    computed: bool
+    """Whether it had to be computed."""
+    replaced: bool
+    """Whether the id had other tokens before."""
+    kept: bool
+    """False where it found no room or no server: it is computed when it is asked for."""
+
+
+class Stub(NamedTuple):
+    """The tokens in front of all packs, and what the model made of them."""
+
+    token_ids: bytes
+    model_id: str
+    cache: Cache
+    rotations: list[Rotation]
+
+
+class HybridRetrievalCache:
+    """Keeps the caches of retrieved chunks, for one model, and puts prompts together from them.
+
+        retrieval = HybridRetrievalCache(model)
+        retrieval.ingest("eiffel", tok.encode("The Eiffel Tower is 330 metres high."))
+        cache, rest = retrieval.prepare("eiffel", tok.encode(" How high?", add_special_tokens=False))
+        generate(model, tok, prompt=rest, prompt_cache=cache)  # mlx-lm's
+
+    Usable from several threads, as far as MLX is: each call runs the model on the thread it is made on.
+
+    Args:
+        model: a loaded mlx-lm model.
+        backend: "inproc" or "pion".
+        vquant: how a server keeps rows, as for `PionPromptCache`; "raw" keeps every bit.
+        model_id: what identifies the model's caches; by default computed (`identity`). A name of
+            one's own must change whenever the caches would.
+        directory: where the manifest is written, one small file per chunk, so that a restart does not
+            forget it; processes may share it. Without one it is in memory, but a server knows the
+            tokens of what it keeps anyway.
+        memory_bytes_max: what `inproc` holds at most; the least recently used goes first and is
+            computed again when it is asked for.
+        address: of the server, `host:port` or `unix:/path`; by default PION_ADDRESS of the
+            environment, else 127.0.0.1:50051.
+        client: a client to use instead of one of one's own; it is not closed here.
+        deadline_s: the longest that a call waits for an answer before it prefills by itself.
+
+    Raises:
+        ValueError: for values that make no sense.
+        NotImplementedError: for a `vquant` that this version does not have.
+        Forked: in a process forked from one that uses MLX; all methods raise it there.
+        TypeError: `model_id` is needed, because the model's arguments have no JSON.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        backend: Literal["inproc", "pion"] = "inproc",
+        vquant: str = "raw",
+        model_id: str | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        memory_bytes_max: int = MEMORY_BYTES_MAX,
+        address: str | None = None,
+        client: "Client | None" = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        mlx_core()
+        self._model = model
+        self._model_id = model_id
+        self._vquant = vquant
+        if model_id is None:
+            identity.begin(model)  # off the path of the first chunk
+        self._backend: Backend
+        if backend == "pion":
+            from pion_client.served_chunks import Served  # loads gRPC
+
+            self._backend = Served(
+                model,
+                address=address,
+                client=client,
+                vquant=vquant,
+                model_id=model_id,
+                deadline_s=deadline_s,
+            )
+        elif backend == "inproc":
+            if vquant != "raw" or address or client:
+                raise ValueError("inproc keeps every bit, and here: server and vquant are for pion")
+            self._backend = Held(memory_bytes_max)
+        else:
+            raise ValueError(f"backend={backend!r} is neither 'inproc' nor 'pion'")
+        self._name = backend
+        self._manifest = Manifest(Path(directory) if directory is not None else None)
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._movable: tuple[str, list[Rotation]] | None = None
+        self._stub: Stub | None = None
+
+    # Chunks
+
+    def ingest(self, chunk_id: str, chunk_ids: Sequence[int]) -> Ingested:
+        """Has the cache of a chunk computed and kept; does nothing if it is there already.
+
+        Other tokens under the same id take the place of the former ones, as a whole.
+
+        Args:
+            chunk_id: any text.
+            chunk_ids: its token ids, at least one; they begin the prompt, so with the token that
+                begins one, if the model wants it.
+
+        Raises:
+            ValueError: there are no token ids, or they are none.
+        """
+        return self._ingested(self._key(chunk_id), _packed(chunk_ids), self._computed)
+
+    def has(self, chunk_id: str) -> bool:
+        """Whether `prepare` knows this chunk, for this model; False too if only a silent server does."""
+        key = self._key(chunk_id)
+        return self._manifest.get(key) is not None or self._backend.has(key)
+
+    def prepare(self, chunk_id: str, suffix_ids: Sequence[int]) -> tuple[Cache, list[int]]:
+        """Returns a cache of a chunk, and the tokens to run on it: those that follow the chunk.
+
+        The cache is the caller's: what is appended to it changes nothing that is kept. Running the
+        tokens on it is what a prefill of both in two pieces is, to the bit.
+
+        Args:
+            chunk_id: which.
+            suffix_ids: what follows, at least one token, encoded without the one that begins a prompt.
+
+        Raises:
+            KeyError: the chunk was never ingested for this model, or has been evicted.
+            ValueError: there are no suffix ids, or they are none.
+            PionError: only the server can know the chunk, and it is out of reach.
+        """
+        rest = blocks.unpack_token_ids(_packed(suffix_ids))
+        cache = self._cache(self._key(chunk_id), self._computed)
+        self._counts["prepared"] += 1
+        return cache, rest
+
+    def evict(self, chunk_id: str) -> bool:
+        """Forgets a chunk and its packs, here and on the server; says whether there was anything.
+
+        Raises:
+            PionError: the server is out of reach; nothing is forgotten here either.
+        """
+        key = self._key(chunk_id)
+        kept = self._backend.evict(key)
+        known = self._manifest.forget(key)
+        self._counts["evicted"] += kept or known
+        return kept or known
+
+    # Packs
+
+    def set_shared_stub(self, stub_ids: Sequence[int]) -> None:
+        """Says which tokens every composition begins with, such as the instructions.
+
+        Packs ingested behind another stub stay what they are, and are not used behind this one.
+
+        Raises:
+            PositionsFixed: keys of this model cannot be moved (interleaved or scaled RoPE, a sliding
+                window, recurrent state, …).
+            ValueError: there are no token ids, or they are none.
+        """
+        self._stub = self._made_stub(_packed(stub_ids))
+
+    def ingest_pack(self, chunk_id: str, chunk_ids: Sequence[int]) -> Ingested:
+        """Has a chunk computed behind the stub, for `prepare_multi`; otherwise as `ingest`.
+
+        Args:
+            chunk_id: any text; the pack is another one than the chunk of the same id.
+            chunk_ids: its token ids, encoded without the one that begins a prompt.
+
+        Raises:
+            RuntimeError: there is no stub yet.
+            ValueError: there are no token ids, or they are none.
+        """
+        stub = self._current_stub()
+        key = self._key(chunk_id, stub.token_ids)
+        return self._ingested(key, _packed(chunk_ids), self._computed_behind(stub))
+
+    def has_pack(self, chunk_id: str) -> bool:
+        """Whether `prepare_multi` knows this chunk behind the present stub; otherwise as `has`."""
+        key = self._key(chunk_id, self._current_stub().token_ids)
+        return self._manifest.get(key) is not None or self._backend.has(key)
+
+    def prepare_multi(
+        self, chunk_ids: Sequence[str], suffix_ids: Sequence[int], *, max_packs: int = PACKS_MAX
+    ) -> tuple[Cache, list[int]]:
+        """Returns a cache of the stub and these packs behind it, in this order, and the rest to run.
+
+        The first pack's rows are used as they are; the keys of the others are moved behind those
+        before them. Packs do not attend to each other.
+
+        Args:
+            chunk_ids: which packs, at least one.
+            suffix_ids: what follows them, at least one token.
+            max_packs: more are refused: with many small packs the answers get worse.
+
+        Raises:
+            RuntimeError: there is no stub yet.
+            KeyError: a pack was never ingested behind this stub, or has been evicted.
+            ValueError: there are no packs, or too many, or no suffix ids.
+            PionError: only the server can know a pack, and it is out of reach.
+        """
+        if isinstance(chunk_ids, str) or not 1 <= len(chunk_ids) <= max_packs:
+            raise ValueError(f"a list of 1 to {max_packs} packs is needed, not {chunk_ids!r}")
+        rest = blocks.unpack_token_ids(_packed(suffix_ids))
+        stub = self._current_stub()
+        compute = self._computed_behind(stub)
+        packs = [self._cache(self._key(name, stub.token_ids), compute) for name in chunk_ids]
+        cache = _composed(make_prompt_cache(self._model), stub, packs)
+        self._counts["composed"] += 1
+        return cache, rest
+
+    # What happened
+
+    def stats(self) -> dict[str, Any]:
+        """What happened so far, in this object.
+
+        `ingested` counts chunks and packs that were not kept before, `unchanged` those that were, and
+        `replaced` those that had other tokens. `prepared` and `composed` are calls of `prepare` and
+        `prepare_multi`. `known` are entries of the manifest. `inproc` adds `computed` (how often the
+        model ran), `held` and `held_bytes`, and how many were `forgotten` for want of room; `pion`
+        adds `alone`, what was computed because the server was out of reach, and as `prompt_cache`
+        what `PionPromptCache.stats` says.
+        """
+        names = ("ingested", "unchanged", "replaced", "prepared", "composed", "evicted")
+        counts = {name: self._counts[name] for name in names}
+        own = {"backend": self._name, **counts, "known": len(self._manifest)}
+        return {**own, **self._backend.stats()}
+
+    def close(self) -> None:
+        """Finishes storing, and closes the connection if it is of its own."""
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _key(self, chunk_id: str, stub: bytes = b"") -> Key:
+        if not isinstance(chunk_id, str):
+            raise TypeError(f"a chunk's id is a text, not {chunk_id!r}")
+        return Key(chunk_id, self._identity(), stub, self._vquant)
+
+    def _identity(self) -> str:
+        mlx_core()
+        return self._model_id or identity.model_id(self._model)
+
+    def _ingested(self, key: Key, token_ids: bytes, compute: Compute) -> Ingested:
+        known = self._manifest.get(key)
+        done = self._backend.keep(key, token_ids, compute)
+        replaced = done.replaced or (known is not None and known.token_ids != token_ids)
+        self._learned(key, known, Known(token_ids, done.kept))
+        self._counts["unchanged" if done.kept and not done.computed else "ingested"] += 1
+        self._counts["replaced"] += replaced
+        count = len(token_ids) // 4
+        return Ingested(key.chunk_id, count, key.namespace, done.computed, replaced, done.kept)
+
+    def _cache(self, key: Key, compute: Compute) -> Cache:
+        known = self._manifest.get(key)
+        cache, now = self._backend.cache(key, known, compute)
+        self._learned(key, known, now)
+        return cache
+
+    def _learned(self, key: Key, before: Known | None, now: Known) -> None:
+        if now != before:
+            self._manifest.put(key, now)
+
+    def _current_stub(self) -> Stub:
+        if self._stub is None:
+            raise RuntimeError("packs stand behind a stub: call set_shared_stub first")
+        if self._stub.model_id != self._identity():  # it has other weights now
+            self._stub = self._made_stub(self._stub.token_ids)
+        return self._stub
+
+    def _made_stub(self, token_ids: bytes) -> Stub:
+        model_id = self._identity()
+        if self._movable is None or self._movable[0] != model_id:
+            self._movable = model_id, positions.rotations(self._model)
+        return Stub(token_ids, model_id, self._computed(token_ids), self._movable[1])
+
+    def _computed(self, token_ids: bytes) -> Cache:
+        return compact(self._prefilled(make_prompt_cache(self._model), token_ids))
+
+    def _computed_behind(self, stub: Stub) -> Compute:
+        def compute(token_ids: bytes) -> Cache:
+            cache = self._prefilled(copy.deepcopy(stub.cache), token_ids)
+            return compact(cache, len(stub.token_ids) // 4)
+
+        return compute
+
+    def _prefilled(self, cache: Cache, token_ids: bytes) -> Cache:
+        ids = mx.array(np.frombuffer(token_ids, "<u4"))[None]
+        for begin in range(0, ids.size, PREFILL_STEP):
+            self._model(ids[:, begin : begin + PREFILL_STEP], cache=cache)
+            mx.eval([slot.state for slot in cache])
+            mx.clear_cache()
+        return cache
+
+
+def _composed(cache: Cache, stub: Stub, packs: Sequence[Cache]) -> Cache:
+    """Fills an empty cache with the stub's rows and, behind them, those of the packs; all compact."""
+    for slot, (mine, rotation) in enumerate(zip(cache, stub.rotations, strict=True)):
+        keys, values = [stub.cache[slot].keys], [stub.cache[slot].values]
+        delta = 0
+        for rows in (pack[slot] for pack in packs):
+            keys.append(positions.moved(rows.keys, rotation, delta))
+            values.append(rows.values)
+            delta += rows.offset
+        mine.update_and_fetch(mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2))
+    mx.eval([slot.state for slot in cache])
+    return cache
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    if isinstance(token_ids, str | bytes):
+        raise ValueError("token ids are needed, not a text: encode it first")
+    packed = blocks.pack_token_ids(np.asarray(token_ids))
+    if not packed:
+        raise ValueError("there are no token ids")
+    return packed

@@ -1,0 +1,199 @@
+"""Caches of retrieved chunks on a server: the backend `pion`.
+
+Knows the client and `PionPromptCache`, which moves the rows, and the names that chunks have; not what is
+put together from them. The one decision: once the server has a chunk, it is the server that says which
+tokens the chunk has: another process may have replaced it. What this process ingested while the server
+was out of reach is newer than what the server has, and replaces it as soon as it can be asked again.
+A server that is silent costs one deadline, then nobody asks it for a while.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from pion_client.breaker import Breaker
+from pion_client.chunks import Cache, Compute, Kept, Key, Known, compact, unknown
+from pion_client.client import Client
+from pion_client.errors import DeadlineExceeded, InvalidRequest, PionError, Unavailable
+from pion_client.mlx import PionPromptCache
+from pion_client.values import MissReason, PrefixInfo
+from pion_wire import blocks
+
+_NOTHING_THERE = (MissReason.NOT_STORED, MissReason.NO_ROWS)
+_OTHER_MODEL = b"?"
+"""Stands for tokens that belong to nobody here; no packed ids have one byte."""
+
+
+class _Silent(Exception):
+    """The server gave no usable answer."""
+
+    def __init__(self, why: PionError) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class Served:
+    """Caches of chunks on a server.
+
+    Args:
+        model: a loaded mlx-lm model.
+        address, client: where; see `HybridRetrievalCache`.
+        vquant, model_id, deadline_s: as for `PionPromptCache`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        address: str | None,
+        client: Client | None,
+        vquant: str,
+        model_id: str | None,
+        deadline_s: float,
+    ) -> None:
+        if address and client:
+            raise ValueError("give one of address and client")
+        self._deadline_s = deadline_s
+        self._breaker = Breaker()
+        self._alone = 0
+        with contextlib.ExitStack() as owned:
+            if client is None:
+                where = address or os.environ.get("PION_ADDRESS", "127.0.0.1:50051")
+                client = owned.enter_context(Client(where, timeout_s=deadline_s))
+            self._client = client
+            self._prompt_cache = owned.enter_context(
+                PionPromptCache(
+                    model, client=client, vquant=vquant, model_id=model_id, deadline_s=deadline_s
+                )
+            )
+            self._owned = owned.pop_all()
+
+    def keep(self, key: Key, token_ids: bytes, compute: Compute) -> Kept:
+        """Stores a chunk, in the place of what the name holds, and waits until it is stored."""
+        wanted = key.stub + token_ids
+        replaced = computed = False
+        try:
+            there = self._tokens(key, wanted)
+            if there == wanted:
+                return Kept(computed=False, replaced=False, kept=True)
+            if there:
+                replaced = self._drop(key)
+            computed = True
+            self._prompt_cache.get_or_prefill(blocks.unpack_token_ids(wanted), key.namespace)
+            self._prompt_cache.flush()
+            return Kept(computed, replaced, kept=self._tokens(key, wanted) == wanted)
+        except _Silent:
+            return Kept(computed, replaced, kept=False)
+
+    def cache(self, key: Key, known: Known | None, compute: Compute) -> tuple[Cache, Known]:
+        """Fetches it; or computes it, and has it stored behind the caller.
+
+        Raises:
+            KeyError: nobody knows its tokens.
+            PionError: only the server could.
+        """
+        wanted = key.stub + known.token_ids if known else b""
+        try:
+            there = self._tokens(key, wanted)
+            if known is None or (known.kept and _belongs(there, key)):
+                wanted = there
+            elif there not in (b"", wanted):
+                self._drop(key)
+        except _Silent as silent:
+            if known is None:
+                raise silent.why from None
+            self._alone += 1
+            return compute(known.token_ids), known
+        if not _belongs(wanted, key):
+            raise unknown(key)
+        cache = self._prompt_cache.get_or_prefill(blocks.unpack_token_ids(wanted), key.namespace)
+        now = Known(wanted[len(key.stub) :], kept=there == wanted)
+        return (compact(cache, len(key.stub) // 4) if key.stub else cache), now
+
+    def has(self, key: Key) -> bool:
+        """Whether the server has it; False if it is silent."""
+        try:
+            return bool(self._tokens(key, b""))
+        except _Silent:
+            return False
+
+    def evict(self, key: Key) -> bool:
+        """Drops it on the server.
+
+        Raises:
+            PionError: the server could not be told.
+        """
+        self._prompt_cache.flush()
+        packs = [prefix.namespace for prefix in self._client.list(key.packs)]
+        return any(self._client.drop(key.namespace, *packs))
+
+    def stats(self) -> dict[str, Any]:
+        """See `HybridRetrievalCache.stats`."""
+        return {"alone": self._alone, "prompt_cache": self._prompt_cache.stats()}
+
+    def close(self) -> None:
+        """Finishes storing, and closes the client if it is of its own."""
+        self._owned.close()
+
+    def _tokens(self, key: Key, expected: bytes) -> bytes:
+        """Returns the tokens that the server has under a key's name; empty if there is nothing.
+
+        Args:
+            key: the key.
+            expected: if these are they, nothing has to be fetched.
+        """
+        with self._answering():
+            found = self._client.lookup(
+                key.namespace,
+                model=key.model_id,
+                token_ids=expected or None,
+                timeout_s=self._deadline_s,
+                tries=1,
+            )
+            if found.hit and expected:
+                return expected
+            if found.reason in _NOTHING_THERE or found.prefix is None:
+                return b""
+            if not found.hit and found.reason is not MissReason.TOKENS_DIFFER:
+                return _OTHER_MODEL
+            return self._fetched_tokens(found.prefix)
+
+    def _fetched_tokens(self, prefix: PrefixInfo) -> bytes:
+        """Fetches one row of one slot: all token ids come with the last one."""
+        last = (prefix.token_count - 1, prefix.token_count)
+        slots = sorted({tensor.slot for tensor in prefix.layout.tensors})[:1]
+        fetched = self._client.fetch(
+            prefix.namespace, rows=last, slots=slots, timeout_s=self._deadline_s, tries=1
+        )
+        return fetched.packed_token_ids if fetched else b""
+
+    def _drop(self, key: Key) -> bool:
+        with self._answering():
+            return self._client.drop(key.namespace, timeout_s=self._deadline_s)[0]
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        if not self._breaker.allow():
+            raise _Silent(Unavailable("the server did not answer lately; it is not asked"))
+        try:
+            yield
+        except InvalidRequest:
+            self._breaker.succeeded()
+            raise
+        except PionError as error:
+            if isinstance(error, Unavailable | DeadlineExceeded):
+                self._breaker.failed(at_once=isinstance(error, DeadlineExceeded))
+            else:
+                self._breaker.succeeded()
+            raise _Silent(error) from error
+        self._breaker.succeeded()
+
+
+def _belongs(token_ids: bytes, key: Key) -> bool:
+    """Whether these can be the tokens of a key: behind its stub, and more than that."""
+    return (
+        len(token_ids) % 4 == 0
+        and len(token_ids) > len(key.stub)
+        and token_ids.startswith(key.stub)
+    )
