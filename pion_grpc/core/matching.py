@@ -6,13 +6,26 @@ shares with anything is found by binary search; where the query leaves the store
 the longest common beginning is one of its two neighbours in key order. Both cost the same with ten
 prefixes and with a hundred thousand.
 
+Where parts are needed, the longest match need not be the best one: another prefix may share fewer tokens
+and have the parts at a later boundary. They are looked for from where the query leaves the stored blocks
+backwards, among so many at most that a match stays a matter of milliseconds.
+
 Knows token ids and hashes; which entries exist is the catalogue's to say.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from pion_grpc.core.reading import chain_parts
 from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_wire.blocks import BLOCK_BYTES, BLOCK_TOKENS, block_hashes, common_tokens, root_hash
+
+LEVELS_MAX = 2_048
+"""Blocks that are gone back in search of parts."""
+SHORT_LEVELS_MAX = 32
+"""Of these, so many are searched for prefixes that end inside the block as well."""
+EXAMINED_MAX = 64
+"""Prefixes whose parts are looked at."""
 
 
 class Found(NamedTuple):
@@ -20,6 +33,18 @@ class Found(NamedTuple):
 
     prefix: PrefixRow
     tokens: int
+
+
+class Served(NamedTuple):
+    """What of a prefix can be served with all parts that are needed."""
+
+    prefix: PrefixRow
+    matched: int
+    """Leading tokens in common with the query."""
+    tokens: int
+    """The longest boundary up to `matched` that all kinds of parts have; 0 if there is none."""
+    shortened_by: str
+    """The kind of part that cut the answer; empty if none did."""
 
 
 def nodes(tenant: str, model_id: str, fidelity: str, token_ids: bytes) -> list[tuple[bytes, bytes]]:
@@ -64,3 +89,65 @@ def longest_match(transaction: Transaction, root: bytes, token_ids: bytes) -> Fo
         return None
     prefix = transaction.most_recent(*entry)
     return Found(prefix, stored * BLOCK_TOKENS + inside) if prefix else None
+
+
+def served_with_parts(
+    transaction: Transaction, root: bytes, token_ids: bytes, longest: Found, kinds: tuple[str, ...]
+) -> Served:
+    """Returns the prefix that has all kinds of parts at the latest boundary within a query.
+
+    That is `longest` itself unless another one has them later; of equals it is `longest`.
+
+    Args:
+        transaction, root, token_ids: as for `longest_match`.
+        longest: what that returned.
+        kinds: the kinds of parts that are needed.
+    """
+    best = _served(transaction, longest.prefix, longest.tokens, kinds)
+    if best.tokens == best.matched:
+        return best
+    examined = {longest.prefix.id}
+    for end, parent, ends in _levels(root, token_ids[: 4 * longest.tokens]):
+        if end <= best.tokens or len(examined) > EXAMINED_MAX:
+            break
+        for number in transaction.having(parent, ends, limit=EXAMINED_MAX):
+            prefix = transaction.by_id(number) if number not in examined else None
+            if prefix is not None:
+                examined.add(number)
+                tokens = common_tokens(transaction.token_ids(number), token_ids)
+                there = _served(transaction, prefix, tokens, kinds)
+                if there.tokens > best.tokens:
+                    # What cut the answer is what the longest match does not have.
+                    best = there._replace(shortened_by=best.shortened_by)
+    return best
+
+
+def _served(
+    transaction: Transaction, prefix: PrefixRow, matched: int, kinds: tuple[str, ...]
+) -> Served:
+    matched = min(matched, prefix.token_count)
+    if not kinds:
+        return Served(prefix, matched, matched, "")
+    parts = chain_parts(transaction.chain(prefix))
+    boundaries = {kind: {p.boundary_tokens for p in parts if p.kind == kind} for kind in kinds}
+    common = set.intersection(*boundaries.values())
+    tokens = max((boundary for boundary in common if boundary <= matched), default=0)
+    if tokens == matched:
+        return Served(prefix, matched, matched, "")
+    cut = next((kind for kind in kinds if matched not in boundaries[kind]), kinds[0])
+    return Served(prefix, matched, tokens, cut)
+
+
+def _levels(root: bytes, token_ids: bytes) -> Iterator[tuple[int, bytes, list[bytes]]]:
+    """Yields the blocks of a query from the last one back.
+
+    For each: how many tokens there are up to its end, the parent of its entries, and the entries that
+    prefixes have which share it; of the last blocks those as well that end inside it.
+    """
+    parents = [root, *block_hashes(root, token_ids)]
+    last = len(parents) - 2
+    for number, level in enumerate(range(last, max(-1, last - LEVELS_MAX), -1)):
+        block = token_ids[level * BLOCK_BYTES : (level + 1) * BLOCK_BYTES]
+        short = range(4, len(block), 4) if number < SHORT_LEVELS_MAX else ()
+        end = level * BLOCK_TOKENS + len(block) // 4
+        yield end, parents[level], [block, *(block[:size] for size in short)]

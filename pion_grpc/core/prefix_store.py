@@ -21,7 +21,7 @@ import numpy as np
 from pion_grpc.core.blobs import BlobStore
 from pion_grpc.core.exporting import Exports
 from pion_grpc.core.live import RowsSession, begin_rows, seal
-from pion_grpc.core.matching import longest_match
+from pion_grpc.core.matching import longest_match, served_with_parts
 from pion_grpc.core.membership import membership
 from pion_grpc.core.reading import (
     CorruptPrefix,
@@ -545,19 +545,19 @@ class PrefixStore:
     def _match(self, tenant: str, query: MatchQuery) -> MatchResult:
         requested = len(query.token_ids) // 4
         with self._catalog.read() as transaction:
-            best = None
+            best, best_root = None, b""
             for fidelity in query.fidelities:
                 root = root_hash(tenant, query.model_id, fidelity)
                 found = longest_match(transaction, root, query.token_ids)
                 if found is not None and (best is None or found.tokens > best.tokens):
-                    best = found
+                    best, best_root = found, root
             if best is None:
                 return MatchResult(False, MissReason.NOT_STORED, None, requested, 0, 0)
-            row = best.prefix
+            row, matched, served, shortened_by = served_with_parts(
+                transaction, best_root, query.token_ids, best, query.part_kinds
+            )
             chain = transaction.chain(row)
             info = self._info(transaction, row, chain)
-        matched = min(best.tokens, row.token_count)
-        served, shortened_by = _boundary(chain, matched, query.part_kinds)
         reason = MissReason.NONE if served == requested else MissReason.PARTIAL
         if shortened_by:
             reason = MissReason.PART_MISSING
@@ -750,17 +750,3 @@ def _expectation(row: PrefixRow, query: LookupQuery, token_ids: bytes) -> tuple[
     if row.state == "registered":
         return MissReason.NO_ROWS, 0
     return MissReason.NONE, 0
-
-
-def _boundary(chain: list[PrefixRow], matched: int, kinds: tuple[str, ...]) -> tuple[int, str]:
-    """Returns the longest boundary up to `matched` that all kinds of parts have, and what cut it."""
-    if not kinds:
-        return matched, ""
-    parts = chain_parts(chain)
-    boundaries = {kind: {p.boundary_tokens for p in parts if p.kind == kind} for kind in kinds}
-    common = set.intersection(*boundaries.values())
-    served = max((boundary for boundary in common if boundary <= matched), default=0)
-    if served == matched:
-        return served, ""
-    shortened_by = next((kind for kind in kinds if matched not in boundaries[kind]), kinds[0])
-    return served, shortened_by

@@ -14,7 +14,7 @@ import contextlib
 import queue
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -647,6 +647,16 @@ class Transaction:
             f" ORDER BY tokens DESC, prefix DESC LIMIT {EQUALS_MAX}) ORDER BY last_use DESC LIMIT 1",
             (parent, beginning, beginning + _AFTER_ANY_TOKENS),
         )
+
+    def having(self, parent: bytes, entries: Sequence[bytes], *, limit: int) -> list[int]:
+        """Returns the ids of prefixes with any of these entries under `parent`, the youngest first."""
+        marks = ", ".join("?" * len(entries))
+        rows = self.all(
+            f"SELECT prefix FROM node WHERE parent = ? AND tokens IN ({marks})"
+            " ORDER BY prefix DESC LIMIT ?",
+            (parent, *entries, limit),
+        )
+        return [prefix for (prefix,) in rows]
 
     def block_table(self, prefix: int) -> BlockTableRow | None:
         """Returns the caller's hashes of a prefix."""

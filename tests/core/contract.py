@@ -428,6 +428,46 @@ class StoreContract:
         assert (result.hit, result.served_tokens) == (False, 0)
         assert result.reason is MissReason.PART_MISSING
 
+    def test_a_longer_match_without_the_parts_does_not_hide_a_shorter_one_that_has_them(
+        self, store: PrefixStore
+    ) -> None:
+        put(
+            store,
+            "system",
+            PROMPT[: 4 * 150],
+            parts=(part("state", 150, b"s"),),
+            part_bytes=(b"s",),
+        )
+        for number in range(3):  # more recent, and the same tokens or more in common
+            put(store, f"talk {number}", PROMPT[: 4 * 160] + tokens(30, salt=number))
+        query = PROMPT[: 4 * 170]
+        result = matched(store, query, part_kinds=("state",))
+        assert result.prefix is not None
+        assert (result.prefix.namespace, result.served_tokens) == ("system", 150)
+        assert (result.matched_tokens, result.requested_tokens) == (150, 170)
+        assert (result.reason, result.shortened_by) == (MissReason.PART_MISSING, "state")
+        assert matched(store, query).served_tokens == 160
+        assert not matched(store, query, part_kinds=("state", "ring")).hit
+
+    def test_a_checkpoint_in_another_conversation_is_found(self, store: PrefixStore) -> None:
+        talk = PROMPT[: 4 * 140] + tokens(100, salt=5)
+        put(store, "talk", talk, parts=(part("state", 130, b"s"),), part_bytes=(b"s",))
+        put(store, "other", PROMPT)
+        result = matched(store, PROMPT, part_kinds=("state",))
+        assert result.prefix is not None
+        assert (result.prefix.namespace, result.served_tokens) == ("talk", 130)
+        put(
+            store,
+            "late",
+            PROMPT,
+            replace=True,
+            parts=(part("state", 131, b"t"),),
+            part_bytes=(b"t",),
+        )
+        result = matched(store, PROMPT, part_kinds=("state",))
+        assert result.prefix is not None
+        assert (result.prefix.namespace, result.served_tokens) == ("late", 131)
+
     # -- leases
 
     def test_what_is_leased_stays_readable_when_its_name_is_gone(self, store: PrefixStore) -> None:
