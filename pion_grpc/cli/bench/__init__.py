@@ -49,6 +49,12 @@ ROWS = (
         "first token with attention on the server, real model",
         f"{_HERE}.attend:first_token",
     ),
+    Entry("attend-resp", "one query over RESP, and beside it", f"{_HERE}.attend_resp:calls"),
+    Entry(
+        "attend-resp-first-token",
+        "the first token with pion-vllm-mlx, by lane, real model",
+        f"{_HERE}.attend_resp:first_token",
+    ),
 )
 
 

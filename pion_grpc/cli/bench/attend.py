@@ -38,7 +38,7 @@ NO_INPROC = "PION_PROMPT_CACHE_NO_INPROC"
 Array = np.ndarray
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """What is asked about, and the question."""
 
     k: Array
@@ -47,6 +47,7 @@ class _Entry(NamedTuple):
 
     @property
     def shape_text(self) -> str:
+        """How a result names it."""
         heads, rows, dim = self.k.shape
         return f"H={heads} N={rows:,} D={dim} M={self.q.shape[1]}"
 
@@ -56,20 +57,20 @@ def calls(context: Context) -> list[Result]:
     results = []
     with _attending(context) as (server, client):
         for dim in DIMS:
-            entry = _entry(ROWS, dim)
+            entry = entry_of(ROWS, dim)
             client.attend_store("bench", 0, entry.k, entry.v)
-            bare = _bare(entry)
-            _agree(client.attend_query("bench", 0, entry.q), bare())
+            alone = bare(entry)
+            agree(client.attend_query("bench", 0, entry.q), alone())
             ask = _asking(client, entry)
             samples = context.interleaved(
                 {
-                    "computation": partial(_median, bare),
-                    "stream": partial(_median, ask),
-                    "unary": partial(_unary, partial(_median, ask)),
+                    "computation": partial(median, alone),
+                    "stream": partial(median, ask),
+                    "unary": partial(_unary, partial(median, ask)),
                 },
                 rounds=15,
             )
-            computation = _microseconds("computation alone", samples["computation"])
+            computation = microseconds("computation alone", samples["computation"])
             for lane in ("stream", "unary"):
                 beyond = tuple(
                     whole - inner
@@ -77,13 +78,13 @@ def calls(context: Context) -> list[Result]:
                 )
                 what = f"query {entry.shape_text}, {lane}"
                 bound = at_most(600, of_ratio=False) if lane == "stream" else None
-                trip = _microseconds(lane, samples[lane])
+                trip = microseconds(lane, samples[lane])
                 results.append(Result(what, "µs", trip, computation))
                 results.append(
                     Result(
                         f"{what}: beyond the computation",
                         "µs",
-                        _microseconds(lane, beyond),
+                        microseconds(lane, beyond),
                         None,
                         bound,
                     )
@@ -108,13 +109,13 @@ def backends(context: Context) -> list[Result]:
     results = []
     with threadpoolctl.threadpool_limits(1, "blas"):
         for dim in DIMS:
-            entry = _entry(ROWS, dim)
-            ours, plain = _bare(entry), _plain_numpy(entry)
-            _agree(ours(), plain())
+            entry = entry_of(ROWS, dim)
+            ours, plain = bare(entry), _plain_numpy(entry)
+            agree(ours(), plain())
             samples = context.interleaved(
                 {
-                    "backend": partial(_median, ours),
-                    "bare": partial(_median, plain),
+                    "backend": partial(median, ours),
+                    "bare": partial(median, plain),
                 },
                 rounds=15,
             )
@@ -122,8 +123,8 @@ def backends(context: Context) -> list[Result]:
                 Result(
                     f"backend numpy, {entry.shape_text}",
                     "µs",
-                    _microseconds("attend", samples["backend"]),
-                    _microseconds("NumPy made bare", samples["bare"]),
+                    microseconds("attend", samples["backend"]),
+                    microseconds("NumPy made bare", samples["bare"]),
                     at_most(1.1),
                 )
             )
@@ -140,7 +141,7 @@ def first_token(context: Context) -> list[Result]:
             ModelProcess(server.address) as first,
         ):
             for length in lengths:
-                first.do(_store_prefix, _ids(length))
+                first.do(_store_prefix, ids_of(length))
                 advance()
         with ModelProcess(server.address) as second:
             for length in lengths:
@@ -153,11 +154,11 @@ def first_token(context: Context) -> list[Result]:
 
 def _while_storing(context: Context, server: Server, client: Client) -> list[Result]:
     """A query's p99 while another client uploads 64 MiB again and again, 1 GB in all."""
-    entry = _entry(ROWS, 64)
+    entry = entry_of(ROWS, 64)
     client.attend_store("bench", 0, entry.k, entry.v)
     ask = _asking(client, entry)
     alone = [timed(ask) for _ in range(1_000)]
-    large = _entry(16_384, 64)
+    large = entry_of(16_384, 64)
     uploads = 4 if context.quick else 16
     done = threading.Event()
 
@@ -175,7 +176,7 @@ def _while_storing(context: Context, server: Server, client: Client) -> list[Res
             busy.append(timed(ask))
         thread.join()
     what = f"query {entry.shape_text} while another client stores {uploads * 64} MiB: p99"
-    sides = _microseconds("meanwhile", busy), _microseconds("alone", alone)
+    sides = microseconds("meanwhile", busy), microseconds("alone", alone)
     return [Result(what, "µs", *sides, fraction=0.99)]
 
 
@@ -183,7 +184,7 @@ def _while_storing(context: Context, server: Server, client: Client) -> list[Res
 
 
 def _sent_once(context: Context, client: Client) -> Result:
-    entry = _entry(ROWS, 64)
+    entry = entry_of(ROWS, 64)
 
     def store() -> None:
         client.attend_store("bench", 0, entry.k, entry.v)
@@ -211,11 +212,11 @@ def _sent_once(context: Context, client: Client) -> Result:
 
 
 def _at_once(context: Context, client: Client) -> Result:
-    entry = _entry(ROWS, 64, queries=BATCH)
+    entry = entry_of(ROWS, 64, queries=BATCH)
     client.attend_store("bench", 0, entry.k, entry.v)
     single = [np.ascontiguousarray(entry.q[:, n : n + 1]) for n in range(BATCH)]
     apart = [client.attend_query("bench", 0, q) for q in single]
-    _agree(client.attend_query("bench", 0, entry.q), np.concatenate(apart, axis=1))
+    agree(client.attend_query("bench", 0, entry.q), np.concatenate(apart, axis=1))
     samples = context.interleaved(
         {
             "once": lambda: timed(lambda: client.attend_query("bench", 0, entry.q)),
@@ -233,14 +234,14 @@ def _at_once(context: Context, client: Client) -> Result:
 
 
 def _few_blocks(context: Context, client: Client) -> Result:
-    entry = _entry(LONG_ROWS, 64)
+    entry = entry_of(LONG_ROWS, 64)
     client.attend_store("long", 0, entry.k, entry.v)
     samples = context.interleaved(
         {
-            "blocks": lambda: _median(
+            "blocks": lambda: median(
                 lambda: client.attend_query_sparse_auto("long", 0, entry.q, 64, 8), 20
             ),
-            "dense": lambda: _median(lambda: client.attend_query("long", 0, entry.q), 5),
+            "dense": lambda: median(lambda: client.attend_query("long", 0, entry.q), 5),
         },
         rounds=9,
     )
@@ -262,7 +263,7 @@ def _made_resident(context: Context, client: Client) -> list[Result]:
         for _ in range(LAYERS)
     ]
     client.store("bench", layers=layers, token_ids=range(ROWS), model="bench")
-    entry = _entry(ROWS, 64)
+    entry = entry_of(ROWS, 64)
 
     def warm() -> float:
         client.attend_drop("bench")
@@ -302,7 +303,7 @@ class _First(NamedTuple):
 
 
 def _of_length(context: Context, second: ModelProcess, length: int) -> list[Result]:
-    ids, question = _ids(length), _ids(QUESTION_TOKENS)
+    ids, question = ids_of(length), ids_of(QUESTION_TOKENS)
     got: dict[Way, _First] = {}
 
     def side(way: Way) -> Side:
@@ -393,7 +394,8 @@ def _first(loaded: Loaded, way: Way, ids: Sequence[int], question: Sequence[int]
     return _First(seconds, token, residency.calls - before[0], residency.call_ms - before[1])
 
 
-def _ids(tokens: int) -> list[int]:
+def ids_of(tokens: int) -> list[int]:
+    """A prompt of so many tokens, always the same."""
     ids: list[int] = np.random.default_rng(tokens).integers(20, 49_152, tokens).tolist()
     return ids
 
@@ -412,24 +414,25 @@ def _attending(context: Context) -> Iterator[tuple[Server, Client]]:
         yield server, client
 
 
-def _entry(rows: int, dim: int, queries: int = 1) -> _Entry:
+def entry_of(rows: int, dim: int, queries: int = 1) -> Entry:
+    """Random K, V and questions."""
     rng = np.random.default_rng(rows + dim)
     k, v = (rng.standard_normal((HEADS, rows, dim), np.float32) for _ in range(2))
-    return _Entry(k, v, rng.standard_normal((HEADS, queries, dim), np.float32))
+    return Entry(k, v, rng.standard_normal((HEADS, queries, dim), np.float32))
 
 
-def _asking(client: Client, entry: _Entry) -> Callable[[], object]:
+def _asking(client: Client, entry: Entry) -> Callable[[], object]:
     return lambda: client.attend_query("bench", 0, entry.q)
 
 
-def _bare(entry: _Entry) -> Callable[[], Array]:
+def bare(entry: Entry) -> Callable[[], Array]:
     """The computation alone, by the backend that the server has."""
     backend = create("numpy")
     resident, query = backend.load(entry.k, entry.v), Dense(q=entry.q)
     return lambda: backend.attend(resident, query).out
 
 
-def _plain_numpy(entry: _Entry) -> Callable[[], Array]:
+def _plain_numpy(entry: Entry) -> Callable[[], Array]:
     scale = np.float32(entry.q.shape[2] ** -0.5)
 
     def attend() -> Array:
@@ -443,12 +446,14 @@ def _plain_numpy(entry: _Entry) -> Callable[[], Array]:
     return attend
 
 
-def _agree(got: Array, want: Array) -> None:
+def agree(got: Array, want: Array) -> None:
+    """Fails unless two answers are the same but for the last bits."""
     worst = float(np.abs(got - want).max())
     assert worst < 1e-4, f"answers differ by {worst}"
 
 
-def _median(action: Callable[[], object], calls: int = CALLS) -> float:
+def median(action: Callable[[], object], calls: int = CALLS) -> float:
+    """Seconds that an action takes, the median of so many."""
     return statistics.median(timed(action) for _ in range(calls))
 
 
@@ -460,5 +465,6 @@ def _unary(measure: Callable[[], float]) -> float:
         del os.environ[NO_STREAM]
 
 
-def _microseconds(name: str, seconds: Sequence[float]) -> Samples:
+def microseconds(name: str, seconds: Sequence[float]) -> Samples:
+    """Samples in µs."""
     return Samples(name, tuple(s * 1e6 for s in seconds))
