@@ -53,6 +53,7 @@ check: setup ## verify what `fix` writes, plus types, protos, stubs and import d
 	git diff --exit-code --stat -- clients/python/pion_wire/v1
 	$(PYTEST) -q --collect-only >/dev/null || $(PYTEST) -q --collect-only
 	$(PYTEST) -q tests/unit/test_imports.py
+	@$(MAKE) --no-print-directory check-go
 
 quick: setup ## unit and contract tests, under a minute: for every commit
 	$(PYTEST) -q -m "not model and not faults and not soak" tests/unit tests/core
@@ -69,3 +70,32 @@ bench: setup ## measure against peers and the machine's own limits; prints a tab
 clean: ## remove what setup and tests made
 	rm -rf $(VENV) $(PROTO_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results clients/python/build
 	find . -name __pycache__ -o -name '*.egg-info' | xargs rm -rf
+
+# Clients of other languages. Go and Swift are used where they are installed; setup does not bring them.
+GO := $(firstword $(shell command -v go 2>/dev/null) $(wildcard /usr/local/go/bin/go))
+SWIFT := $(firstword $(shell command -v swift 2>/dev/null))
+WITH_GO := cd clients/go && PATH="$(abspath $(BIN)):$(dir $(GO)):$$PATH"
+.PHONY: proto-go check-go test-go test-swift
+
+proto-go: setup ## generate the Go stubs from protos/
+	$(WITH_GO) buf generate ../../protos --template buf.gen.yaml
+
+check-go: setup
+ifdef GO
+	$(WITH_GO) sh -c 'test -z "$$(gofmt -l .)" || { gofmt -d .; exit 1; }'
+	$(MAKE) --no-print-directory proto-go
+	git diff --exit-code --stat -- clients/go/pionv1
+else
+	@echo 'no Go here: whether clients/go is formatted and its stubs are current was not checked'
+endif
+
+test-go: setup ## vet and test the Go client, with the race detector
+	$(WITH_GO) go vet ./...
+	$(WITH_GO) go test -race ./...
+
+test-swift: ## build and test the module of the Swift client that has no dependencies
+ifdef SWIFT
+	PION_WIRE_ONLY=1 $(SWIFT) test --package-path clients/swift
+else
+	@echo 'no Swift here: clients/swift was neither built nor tested'
+endif

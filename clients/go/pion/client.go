@@ -1,0 +1,187 @@
+package pion
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/base64"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/metadata"
+
+	"pion-grpc/clients/go/pionv1"
+	"pion-grpc/clients/go/wire"
+)
+
+// Defaults of Options.
+const (
+	DefaultTimeout       = 5 * time.Second
+	DefaultStallTimeout  = 30 * time.Second
+	DefaultFetchBytesMax = 16 << 30
+)
+
+const (
+	windowBytes     = 16 << 20 // of a stream: what a fast network can have in flight
+	bufferBytes     = 256 << 10
+	messageBytesMax = 66 << 20 // answers of Attend are as large as its queries
+)
+
+// Options of a client; the zero value suits a server on this host.
+type Options struct {
+	// TLS encrypts the connection; nil: plain. TLSFromFiles makes one.
+	TLS *tls.Config
+	// Tenant and Password are the credentials; an empty password sends none.
+	Tenant   string
+	Password string
+	// Timeout of a call with one answer whose context has no deadline.
+	Timeout time.Duration
+	// StallTimeout ends a stream on which nothing moved for so long.
+	StallTimeout time.Duration
+	// FetchBytesMax refuses a prefix that is larger, before memory is allocated.
+	FetchBytesMax uint64
+	// DialOptions are passed on to gRPC.
+	DialOptions []grpc.DialOption
+}
+
+// Client talks to one server, or to a mesh behind one address. It is safe for concurrent use.
+type Client struct {
+	options  Options
+	conn     *grpc.ClientConn
+	prefixes pionv1.PrefixStoreClient
+	attend   pionv1.AttendClient
+	states   pionv1.SSMStateClient
+	stats    pionv1.StatsClient
+	routes   *routes
+}
+
+// Dial makes a client for "host:port" or "unix:/path". It does not wait for the server: the first call
+// connects.
+func Dial(address string, options Options) (*Client, error) {
+	target, local, err := targetOf(address)
+	if err != nil {
+		return nil, err
+	}
+	options.Timeout = orDefault(options.Timeout, DefaultTimeout)
+	options.StallTimeout = orDefault(options.StallTimeout, DefaultStallTimeout)
+	options.FetchBytesMax = orDefault(options.FetchBytesMax, DefaultFetchBytesMax)
+
+	secure := insecure.NewCredentials()
+	if options.TLS != nil {
+		secure = credentials.NewTLS(options.TLS)
+	}
+	dialOptions := []grpc.DialOption{
+		grpc.WithTransportCredentials(secure),
+		grpc.WithUserAgent("pion-go"),
+		grpc.WithInitialWindowSize(windowBytes),
+		grpc.WithInitialConnWindowSize(windowBytes),
+		grpc.WithReadBufferSize(bufferBytes),
+		grpc.WithWriteBufferSize(bufferBytes),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(messageBytesMax)),
+		// A server that comes back is found at once: sooner than tries end.
+		grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff: backoff.Config{
+				BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 200 * time.Millisecond,
+			},
+			MinConnectTimeout: 5 * time.Second,
+		}),
+		// Waiting for a retry policy of a name server would cost its look-up.
+		grpc.WithDisableServiceConfig(),
+	}
+	if local { // a proxy elsewhere cannot reach this host's loopback
+		dialOptions = append(dialOptions, grpc.WithNoProxy())
+	}
+	conn, err := grpc.NewClient(target, append(dialOptions, options.DialOptions...)...)
+	if err != nil {
+		return nil, fmt.Errorf("pion: %w", err)
+	}
+	return &Client{
+		options:  options,
+		conn:     conn,
+		prefixes: pionv1.NewPrefixStoreClient(conn),
+		attend:   pionv1.NewAttendClient(conn),
+		states:   pionv1.NewSSMStateClient(conn),
+		stats:    pionv1.NewStatsClient(conn),
+		routes:   newRoutes(),
+	}, nil
+}
+
+// Close ends every call and the connection.
+func (c *Client) Close() error { return c.conn.Close() }
+
+// Conn returns the connection, for calls that this package has no method for. Such calls take their
+// context from Outgoing.
+func (c *Client) Conn() *grpc.ClientConn { return c.conn }
+
+// Outgoing returns a context with the metadata that every call carries: who asks, and where a proxy
+// shall send it. A route is a namespace, or wire.RouteKey where token ids are known.
+func (c *Client) Outgoing(ctx context.Context, route string) context.Context {
+	pairs := []string{"pion-route", wire.RouteMetadata(route)}
+	if c.options.Password != "" {
+		pair := c.options.Tenant + ":" + c.options.Password
+		pairs = append(pairs, "authorization", "Basic "+base64.StdEncoding.EncodeToString([]byte(pair)))
+	}
+	return metadata.AppendToOutgoingContext(ctx, pairs...)
+}
+
+// TLSFromFiles returns a configuration that trusts the authorities of a PEM file (empty: the system's)
+// and shows the certificate of another two (empty: none). The certificate is read anew for every
+// connection, so that a renewed one needs no restart.
+func TLSFromFiles(authorities, certificate, key string) (*tls.Config, error) {
+	config := &tls.Config{MinVersion: tls.VersionTLS13}
+	if authorities != "" {
+		text, err := os.ReadFile(authorities)
+		if err != nil {
+			return nil, fmt.Errorf("pion: %w", err)
+		}
+		config.RootCAs = x509.NewCertPool()
+		if !config.RootCAs.AppendCertsFromPEM(text) {
+			return nil, fmt.Errorf("pion: %s holds no certificate", authorities)
+		}
+	}
+	if certificate != "" || key != "" {
+		if _, err := tls.LoadX509KeyPair(certificate, key); err != nil {
+			return nil, fmt.Errorf("pion: %w", err)
+		}
+		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
+			pair, err := tls.LoadX509KeyPair(certificate, key)
+			return &pair, err
+		}
+	}
+	return config, nil
+}
+
+// targetOf returns gRPC's name for an address, and whether it can only be this host.
+func targetOf(address string) (target string, local bool, err error) {
+	if path, ok := strings.CutPrefix(address, "unix:"); ok {
+		path = strings.TrimPrefix(path, "//")
+		if path == "" {
+			return "", false, fmt.Errorf("pion: unix: needs a path")
+		}
+		return "unix:" + path, true, nil
+	}
+	host, port, err := net.SplitHostPort(address)
+	number, bad := strconv.ParseUint(port, 10, 16)
+	if err != nil || bad != nil || host == "" || number == 0 || strings.Contains(host, "/") {
+		return "", false, fmt.Errorf("pion: %q is neither host:port nor unix:/path", address)
+	}
+	ip, notIP := netip.ParseAddr(host)
+	local = host == "localhost" || (notIP == nil && ip.IsLoopback())
+	return "dns:///" + address, local, nil
+}
+
+func orDefault[T comparable](value, otherwise T) T {
+	if value == *new(T) {
+		return otherwise
+	}
+	return value
+}

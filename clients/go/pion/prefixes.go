@@ -1,0 +1,247 @@
+package pion
+
+import (
+	"context"
+	"encoding/hex"
+	"iter"
+
+	"pion-grpc/clients/go/pionv1"
+	"pion-grpc/clients/go/wire"
+)
+
+// MatchRequest asks for the longest stored prefix of a token sequence.
+type MatchRequest struct {
+	Model    string
+	TokenIDs []uint32
+	// Fidelities that may answer; none means "raw", what was stored without loss.
+	Fidelities []string
+	// MinTokens makes a shorter match a miss.
+	MinTokens uint64
+	// LeaseMS is how long it stays readable: nil means 10,000, 0 not at all, at most 60,000.
+	LeaseMS *uint32
+	// PartKinds are needed at the boundary.
+	PartKinds []string
+}
+
+// Match is the longest match.
+type Match struct {
+	// Hit tells whether there is one; Reason why not, or why it is shorter than the prompt.
+	Hit    bool
+	Reason MissReason
+	// Prefix is the one to fetch; with a miss the nearest stored one, if any.
+	Prefix *PrefixInfo
+	// RequestedTokens were asked for, MatchedTokens are in common, ServedTokens may be fetched.
+	RequestedTokens uint64
+	MatchedTokens   uint64
+	ServedTokens    uint64
+	// ShortenedBy is the kind of part that made ServedTokens fewer.
+	ShortenedBy string
+	LeaseID     []byte
+}
+
+// Match finds the longest stored prefix of a token sequence.
+func (c *Client) Match(ctx context.Context, request MatchRequest) (*Match, error) {
+	if len(request.TokenIDs) == 0 || len(request.TokenIDs) > wire.TokensMax {
+		return nil, invalid("token_ids", "%d of them; 1 to %d", len(request.TokenIDs), wire.TokensMax)
+	}
+	route := wire.RouteKey(c.options.Tenant, request.Model, request.TokenIDs)
+	answer, err := ask(c, ctx, route, c.prefixes.Match, &pionv1.PrefixStoreMatchRequest{
+		ModelId:    request.Model,
+		TokenIds:   wire.PackTokenIDs(request.TokenIDs),
+		Fidelities: request.Fidelities,
+		MinTokens:  request.MinTokens,
+		LeaseMs:    request.LeaseMS,
+		PartKinds:  request.PartKinds,
+	})
+	if err != nil {
+		return nil, err
+	}
+	match := &Match{
+		Hit:             answer.GetHit(),
+		Reason:          answer.GetReason(),
+		RequestedTokens: answer.GetRequestedTokens(),
+		MatchedTokens:   answer.GetMatchedTokens(),
+		ServedTokens:    answer.GetServedTokens(),
+		ShortenedBy:     answer.GetShortenedBy(),
+		LeaseID:         answer.GetLeaseId(),
+	}
+	if match.Prefix, err = someInfo(answer.GetPrefix()); err != nil {
+		return nil, err
+	}
+	if match.Hit {
+		if match.Prefix == nil {
+			return nil, badAnswer("a hit names no prefix")
+		}
+		c.follow(match.Prefix.Namespace, match.LeaseID, route)
+	}
+	return match, nil
+}
+
+// LookupRequest asks what is stored under a name, and whether it is what is expected.
+type LookupRequest struct {
+	Namespace string
+	// Model, TokenIDs and Layout are what is expected, as far as given; else it is a miss.
+	Model    string
+	TokenIDs []uint32
+	Layout   wire.Layout
+	// LeaseMS is how long a hit stays readable, at most 60,000.
+	LeaseMS uint32
+}
+
+// Lookup is what was found under a name.
+type Lookup struct {
+	// Hit tells whether it is what was expected; Reason why not.
+	Hit    bool
+	Reason MissReason
+	// Prefix is what is stored there; nil if nothing is.
+	Prefix *PrefixInfo
+	// FirstDifference is the index of the first token that differs, where they do.
+	FirstDifference uint64
+	LeaseID         []byte
+}
+
+// Lookup says what is stored under a name.
+func (c *Client) Lookup(ctx context.Context, request LookupRequest) (*Lookup, error) {
+	query := &pionv1.PrefixStoreLookupRequest_Query{
+		Namespace: request.Namespace,
+		ModelId:   request.Model,
+		TokenIds:  wire.PackTokenIDs(request.TokenIDs),
+	}
+	if request.Layout != nil {
+		query.Layout = layoutMessage(request.Layout)
+	}
+	route := c.routes.of(request.Namespace)
+	if request.Model != "" && len(request.TokenIDs) > 0 {
+		route = wire.RouteKey(c.options.Tenant, request.Model, request.TokenIDs)
+	}
+	answer, err := ask(c, ctx, route, c.prefixes.Lookup, &pionv1.PrefixStoreLookupRequest{
+		Queries: []*pionv1.PrefixStoreLookupRequest_Query{query},
+		LeaseMs: request.LeaseMS,
+	})
+	if err != nil {
+		return nil, err
+	}
+	if n := len(answer.GetResults()); n != 1 {
+		return nil, badAnswer("%d answers to one query", n)
+	}
+	result := answer.GetResults()[0]
+	lookup := &Lookup{
+		Hit:             result.GetHit(),
+		Reason:          result.GetReason(),
+		FirstDifference: result.GetFirstDifference(),
+		LeaseID:         result.GetLeaseId(),
+	}
+	if lookup.Prefix, err = someInfo(result.GetPrefix()); err != nil {
+		return nil, err
+	}
+	if lookup.Hit {
+		c.follow(request.Namespace, lookup.LeaseID, route)
+	}
+	return lookup, nil
+}
+
+// Drop takes names away, and tells for each whether anything was stored under it.
+func (c *Client) Drop(ctx context.Context, namespaces ...string) ([]bool, error) {
+	if len(namespaces) == 0 {
+		return nil, nil
+	}
+	request := &pionv1.PrefixStoreDropRequest{Namespaces: namespaces}
+	answer, err := once(c, ctx, c.routes.of(namespaces[0]), c.prefixes.Drop, request)
+	if err != nil {
+		return nil, err
+	}
+	if len(answer.GetResults()) != len(namespaces) {
+		return nil, badAnswer("%d answers about %d names", len(answer.GetResults()), len(namespaces))
+	}
+	dropped := make([]bool, len(namespaces))
+	for i, result := range answer.GetResults() {
+		dropped[i] = result.GetDropped()
+	}
+	return dropped, nil
+}
+
+// List yields what is visible, ordered by name: names that begin with a prefix, or all. It asks for a
+// page when it is needed, and ends with the first error.
+func (c *Client) List(ctx context.Context, prefix string) iter.Seq2[PrefixInfo, error] {
+	return func(yield func(PrefixInfo, error) bool) {
+		request := &pionv1.PrefixStoreListRequest{PageSize: wire.NamesMax, NamespacePrefix: prefix}
+		for {
+			page, err := ask(c, ctx, prefix, c.prefixes.List, request)
+			if err != nil {
+				yield(PrefixInfo{}, err)
+				return
+			}
+			for _, message := range page.GetPrefixes() {
+				info, err := infoOf(message)
+				if !yield(info, err) || err != nil {
+					return
+				}
+			}
+			if page.GetNextPageToken() == "" {
+				return
+			}
+			request.PageToken = page.GetNextPageToken()
+		}
+	}
+}
+
+// Registration declares a prefix before there are rows.
+type Registration struct {
+	Namespace string
+	Layout    wire.Layout
+	Model     string
+	Table     *BlockTable
+	PrefillMS float64
+}
+
+// Register declares layout, table and prefill time of a prefix; says where it stands, and its generation.
+func (c *Client) Register(ctx context.Context, registration Registration) (State, uint64, error) {
+	route := c.routes.of(registration.Namespace)
+	answer, err := once(c, ctx, route, c.prefixes.Register, &pionv1.PrefixStoreRegisterRequest{
+		Namespace: registration.Namespace,
+		Layout:    layoutMessage(registration.Layout),
+		ModelId:   registration.Model,
+		Table:     registration.Table.message(),
+		PrefillMs: registration.PrefillMS,
+	})
+	return answer.GetState(), answer.GetGeneration(), err
+}
+
+// Sync returns when everything acknowledged before is on stable storage.
+func (c *Client) Sync(ctx context.Context) error {
+	_, err := ask(c, ctx, "", c.prefixes.Sync, &pionv1.PrefixStoreSyncRequest{})
+	return err
+}
+
+// Describe describes the server: version, limits, codecs, budgets, totals.
+func (c *Client) Describe(ctx context.Context) (*pionv1.PrefixStoreDescribeResponse, error) {
+	return ask(c, ctx, "", c.prefixes.Describe, &pionv1.PrefixStoreDescribeRequest{})
+}
+
+// Stats returns the value receipt: what the store did for its clients.
+func (c *Client) Stats(ctx context.Context) (*pionv1.Receipt, error) {
+	answer, err := ask(c, ctx, "", c.stats.Get, &pionv1.StatsGetRequest{})
+	return answer.GetReceipt(), err
+}
+
+// ResetStats sets every counter to zero, and returns what they were.
+func (c *Client) ResetStats(ctx context.Context) (*pionv1.Receipt, error) {
+	answer, err := once(c, ctx, "", c.stats.Reset, &pionv1.StatsResetRequest{})
+	return answer.GetReceipt(), err
+}
+
+// follow has later calls about a name or a lease go where this one went.
+func (c *Client) follow(namespace string, leaseID []byte, route string) {
+	c.routes.remember(namespace, route)
+	if len(leaseID) > 0 {
+		c.routes.remember(hex.EncodeToString(leaseID), route)
+	}
+}
+
+func someInfo(message *pionv1.PrefixInfo) (*PrefixInfo, error) {
+	if message == nil {
+		return nil, nil
+	}
+	info, err := infoOf(message)
+	return &info, err
+}
