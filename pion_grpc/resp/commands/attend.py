@@ -10,13 +10,17 @@ All tensors are little-endian float32; `K` and `V` are head-major, [H][N][D] eac
 
 from collections.abc import Callable
 
-from pion_grpc.backends import Answer as Attended
+import numpy as np
+import numpy.typing as npt
+
 from pion_grpc.core.attend import LAYER_MAX, Attend, EntryState, Key, Shape
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
 from pion_grpc.errors import Cold, Missing
 from pion_grpc.resp.command import Answer, Call, Command, Where, is_text, syntax_error
 from pion_grpc.resp.protocol import Argument
 from pion_grpc.resp.reply import OK, ReplyError, Simple
+
+F32 = npt.NDArray[np.float32]
 
 NO_ENGINE = "ERR attention engine not available (start with --attend)"
 COLD = "COLDMISS session evicted to cold tier (call KV.PREFIX.WARM)"
@@ -60,7 +64,7 @@ def query(call: Call, attend: Attend) -> Answer:
     heads, dim, _ = (_positive(call, index, "H/D/top_k") for index in (2, 3, 4))
     q = _queries(call, 5, heads, dim)
     ask = Ask(heads, dim, q, kv_heads=heads, window=_window(call, 6))
-    return _with_trailer(attend.ask(_key(call), ask))
+    return _with_trailer(*attend.ask(_key(call), ask))
 
 
 def query_fused(call: Call, attend: Attend) -> Answer:
@@ -107,7 +111,7 @@ def query_batch(call: Call, attend: Attend) -> Answer:
     heads, rows, dim, _ = (_positive(call, index, "H/N/D/top_k") for index in range(4))
     shape = Shape(heads, rows, dim)
     ask = Ask(heads, dim, _queries(call, 4, heads, dim))
-    return _with_trailer(attend.compute(shape, *_stored(call, 5, shape), ask))
+    return _with_trailer(*attend.compute(shape, *_stored(call, 5, shape), ask))
 
 
 def _sparse_auto(call: Call, attend: Attend, suffix: SuffixBytes | None) -> Answer:
@@ -132,12 +136,12 @@ def _sparse_auto(call: Call, attend: Attend, suffix: SuffixBytes | None) -> Answ
     return attend.ask(_key(call), ask).out.data
 
 
-def _with_trailer(answer: Attended) -> bytes | memoryview:
-    """Returns the answer's bytes, the log-sum-exp behind them if there are several rows per head."""
-    if answer.out.shape[1] == 1:
-        return answer.out.data
-    assert answer.lse is not None, "several rows always have one"
-    return answer.out.tobytes() + answer.lse.tobytes()
+def _with_trailer(out: F32, lse: F32 | None) -> bytes | memoryview:
+    """Returns an answer's bytes, the log-sum-exp behind them if there are several rows per head."""
+    if out.shape[1] == 1:
+        return out.data
+    assert lse is not None, "several rows always have one"
+    return out.tobytes() + lse.tobytes()
 
 
 def _key(call: Call) -> Key:
