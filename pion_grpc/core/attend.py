@@ -86,6 +86,10 @@ class Source(NamedTuple):
     """Values per head; 0 takes the layout's."""
     layers: frozenset[int] = frozenset()
     """Empty means all."""
+    generation: int = 0
+    """Which the rows must be of; 0 takes any."""
+    rows: int = 0
+    """How many rows from the first one; layers with fewer are skipped. 0 takes all there are."""
 
 
 class EntryInfo(NamedTuple):
@@ -202,22 +206,44 @@ class Attend:
 
         Raises:
             NotStored: the prefix has no rows.
+            GenerationDiffers: they are of another generation.
             OverBudget: it would not fit with everything else gone.
             Corrupt: a page of it is damaged.
         """
         check_layer_count(len(source.layers))
         for layer in (0, *source.layers):
             check_key(Key(tenant, session, layer))
-        for field in ("heads", "head_dim"):
+        for field in ("heads", "head_dim", "rows"):
             if getattr(source, field) < 0:
                 raise InvalidRequest(field, "is below 0")
         query = FetchQuery(
             source.namespace,
+            generation=source.generation,
             slots=source.layers,
             codecs=frozenset(),
             raw_types=frozenset({DType.F32, DType.F16}),
         )
-        return self._from_prefix(tenant, session, source, query)
+        reading = self._store.open_rows(tenant, query)
+        if reading is None:
+            raise NotStored(f"{source.namespace!r} has no rows", namespace=source.namespace)
+        with self._store.guarded(reading):
+            slots = {reading.layout.tensors[index].slot for index in reading.tensors}
+            layers = list(_layers(reading, source))
+            origin = _Origin(source.namespace, reading.chain[-1].generation)
+            with self._reserved([layer.shape for layer in layers]):
+                entries = {
+                    Key(tenant, session, layer.layer): _Entry(
+                        self._load(
+                            self._rows(reading, layer.k, layer.shape),
+                            self._rows(reading, layer.v, layer.shape),
+                        ),
+                        origin,
+                    )
+                    for layer in layers
+                }
+                self._admit(entries)
+        size = sum(entry.resident.nbytes for entry in entries.values())
+        return Warmed(len(entries), len(slots) - len(entries), size)
 
     # -- asking
 
@@ -316,16 +342,13 @@ class Attend:
 
     def _warm(self, key: Key, shape: Shape, origin: _Origin) -> Resident:
         """Makes a cold entry resident again, from exactly the rows that it was made of."""
-        query = FetchQuery(
-            origin.namespace,
-            generation=origin.generation,
-            slots=frozenset({key.layer}),
-            codecs=frozenset(),
-            raw_types=frozenset({DType.F32, DType.F16}),
+        layers = frozenset({key.layer})
+        # It may have been appended to: the entry was made of the rows that there were.
+        source = Source(
+            origin.namespace, shape.heads, shape.head_dim, layers, origin.generation, shape.rows
         )
-        source = Source(origin.namespace, head_dim=shape.head_dim)
         try:
-            self._from_prefix(key.tenant, key.session, source, query, shape)
+            self.store_prefix(key.tenant, key.session, source)
         except (NotStored, GenerationDiffers) as error:
             raise _cold(key, f"its rows are not stored any more ({error})") from error
         with self._lock:
@@ -333,43 +356,6 @@ class Attend:
         if entry is None or entry.shape != shape:
             raise _cold(key, "its rows are not stored any more")
         return entry.resident
-
-    def _from_prefix(
-        self,
-        tenant: str,
-        session: str,
-        source: Source,
-        query: FetchQuery,
-        expected: Shape | None = None,
-    ) -> Warmed:
-        reading = self._store.open_rows(tenant, query)
-        if reading is None:
-            raise NotStored(f"{source.namespace!r} has no rows", namespace=source.namespace)
-        with self._store.guarded(reading):
-            slots = {reading.layout.tensors[index].slot for index in reading.tensors}
-            layers = list(_layers(reading, source))
-            if expected is not None:  # it may have been appended to; the entry was shorter
-                layers = [
-                    layer._replace(shape=expected)
-                    for layer in layers
-                    if layer.shape._replace(rows=0) == expected._replace(rows=0)
-                    and layer.shape.rows >= expected.rows
-                ]
-            origin = _Origin(source.namespace, reading.chain[-1].generation)
-            with self._reserved([layer.shape for layer in layers]):
-                entries = {
-                    Key(tenant, session, layer.layer): _Entry(
-                        self._load(
-                            self._rows(reading, layer.k, layer.shape),
-                            self._rows(reading, layer.v, layer.shape),
-                        ),
-                        origin,
-                    )
-                    for layer in layers
-                }
-                self._admit(entries)
-        size = sum(entry.resident.nbytes for entry in entries.values())
-        return Warmed(len(entries), len(slots) - len(entries), size)
 
     def _rows(self, reading: Reading, position: int, shape: Shape) -> Array:
         """Reads a tensor, head-major; in the backend's own type where it is stored in that."""
@@ -550,11 +536,12 @@ def _layers(reading: Reading, source: Source) -> Iterator[_Layer]:
             continue
         indices = [reading.tensors[sides[side]] for side in Side]
         k, v = (reading.layout.tensors[index] for index in indices)
-        rows = min(reading.row_counts[index] for index in indices)
+        stored_rows = min(reading.row_counts[index] for index in indices)
+        rows = source.rows or stored_rows
         width = k.heads * k.head_dim
         head_dim = source.head_dim or k.head_dim
         alike = (k.heads, k.head_dim) == (v.heads, v.head_dim)
-        if not (rows and width and alike) or width % head_dim:
+        if not (stored_rows and width and alike) or rows > stored_rows or width % head_dim:
             continue
         heads = width // head_dim
         # On a grouped model callers know their query heads; the row's width says how many are stored.

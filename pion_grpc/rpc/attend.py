@@ -61,7 +61,12 @@ class AttendService:
             wanted = header.from_prefix
             check_layer_count(len(wanted.layers))  # before they are taken in
             source = Source(
-                wanted.namespace, wanted.heads, wanted.head_dim, frozenset(wanted.layers)
+                wanted.namespace,
+                wanted.heads,
+                wanted.head_dim,
+                frozenset(wanted.layers),
+                wanted.generation,
+                wanted.rows,
             )
             warmed = self._attend.store_prefix(call.tenant, header.session, source)
         else:

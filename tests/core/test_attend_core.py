@@ -30,6 +30,7 @@ from pion_grpc.errors import (
     ChecksumMismatch,
     Cold,
     Corrupt,
+    GenerationDiffers,
     InvalidRequest,
     Missing,
     NotStored,
@@ -559,6 +560,7 @@ def test_no_shape_that_the_rows_do_not_have_becomes_resident(
     [
         ("heads", Source("p", heads=-2)),
         ("head_dim", Source("p", head_dim=-16)),
+        ("rows", Source("p", rows=-1)),
         ("layer", Source("p", layers=frozenset({-1, 0}))),
     ],
 )
@@ -576,6 +578,30 @@ def test_only_the_layers_asked_for_become_resident(store: PrefixStore, attend: A
     assert attend.store_prefix("", "s", Source("p", layers=frozenset({1, 3}))).layers == 2
     assert states(attend, "s", 4) == [MISSING, RESIDENT, MISSING, RESIDENT]
     assert_answers(attend, "s", rows, 3)
+
+
+def test_rows_of_another_generation_do_not_become_resident(
+    store: PrefixStore, attend: Attend
+) -> None:
+    rows = put(store, "p", random_rows("p"))
+    (was,) = store.list_page("")
+    attend.store_prefix("", "s", Source("p", generation=was.generation))
+    put(store, "p", random_rows("changed"), replace=True)
+    with pytest.raises(GenerationDiffers):
+        attend.store_prefix("", "s", Source("p", generation=was.generation))
+    assert_answers(attend, "s", rows)
+
+
+def test_no_more_rows_become_resident_than_were_asked_for(
+    store: PrefixStore, attend: Attend
+) -> None:
+    rows = put(store, "p", random_rows("p"))
+    assert attend.store_prefix("", "s", Source("p", rows=40)).layers == 2
+    assert_answers(attend, "s", [(k[:, :40], v[:, :40]) for k, v in rows])
+    assert attend.store_prefix("", "s", Source("p", rows=100)).layers == 2
+    assert_answers(attend, "s", rows)
+    assert attend.store_prefix("", "s", Source("p", rows=101))[:2] == (0, 2)
+    assert_answers(attend, "s", rows)
 
 
 def test_what_is_not_stored_cannot_be_made_resident(store: PrefixStore, attend: Attend) -> None:

@@ -384,6 +384,21 @@ def test_layers_of_another_shape_are_counted_not_guessed(wire: AttendWire) -> No
     assert wire.states("shape", 3) == [MISSING] * 3
 
 
+def test_generation_and_rows_that_a_caller_names_are_kept_to(wire: AttendWire) -> None:
+    stored_floats(wire, "named")
+    generation = wire.lookup("named").prefix.generation
+    messages = prefix_message("named", "named", generation=generation + 1)
+    refusal = refused(lambda: wire.store_entry(messages))
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "GENERATION")
+    assert wire.states("named", 3) == [MISSING] * 3
+    for rows, layers in ((60, 3), (20, 3), (61, 0)):
+        messages = prefix_message("named", "named", generation=generation, rows=rows)
+        answer = wire.store_entry(messages)
+        assert (answer.layer_count, answer.skipped_count) == (layers, 3 - layers)
+        (entry,) = wire.attend.Lookup(pb.AttendLookupRequest(session="named", layers=[0])).entries
+        assert entry.rows == (rows if layers else 20)
+
+
 def test_a_prefix_that_is_not_stored_is_said_to_be_so(wire: AttendWire) -> None:
     refusal = refused(lambda: wire.store_entry(prefix_message("s", "nothing here")))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.NOT_FOUND, "NOT_STORED")

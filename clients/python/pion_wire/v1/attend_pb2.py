@@ -25,57 +25,57 @@ _sym_db = _symbol_database.Default()
 from pion_wire.v1 import types_pb2 as pion_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14pion/v1/attend.proto\x12\x07pion.v1\x1a\x13pion/v1/types.proto\"J\n\nAttendRows\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x10\n\x08head_dim\x18\x04 \x01(\r\"V\n\x10\x41ttendFromPrefix\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x03(\r\"\x85\x01\n\x11\x41ttendStoreHeader\x12\x0f\n\x07session\x18\x01 \x01(\t\x12#\n\x04rows\x18\x02 \x01(\x0b\x32\x13.pion.v1.AttendRowsH\x00\x12\x30\n\x0b\x66rom_prefix\x18\x03 \x01(\x0b\x32\x19.pion.v1.AttendFromPrefixH\x00\x42\x08\n\x06source\"r\n\x12\x41ttendStoreRequest\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.pion.v1.AttendStoreHeaderH\x00\x12#\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x12.pion.v1.PartChunkH\x00\x42\t\n\x07message\"Y\n\x13\x41ttendStoreResponse\x12\x13\n\x0blayer_count\x18\x01 \x01(\r\x12\x15\n\rskipped_count\x18\x02 \x01(\r\x12\x16\n\x0eresident_bytes\x18\x03 \x01(\x04\"6\n\x13\x41ttendLookupRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\"p\n\x0b\x41ttendEntry\x12\r\n\x05layer\x18\x01 \x01(\r\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.pion.v1.AttendState\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x10\n\x08head_dim\x18\x05 \x01(\r\"=\n\x14\x41ttendLookupResponse\x12%\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x14.pion.v1.AttendEntry\"\x1e\n\x0b\x41ttendDense\x12\x0f\n\x07queries\x18\x01 \x01(\r\"W\n\x0b\x41ttendFused\x12\x0f\n\x07queries\x18\x01 \x01(\r\x12\x13\n\x0bsuffix_rows\x18\x02 \x01(\r\x12\x10\n\x08suffix_k\x18\x03 \x01(\x0c\x12\x10\n\x08suffix_v\x18\x04 \x01(\x0c\"I\n\x0c\x41ttendSparse\x12\x0f\n\x07indices\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x18\n\x10indices_per_head\x18\x03 \x01(\r\"a\n\x10\x41ttendSparseAuto\x12\x12\n\nblock_rows\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12)\n\x08selector\x18\x03 \x01(\x0e\x32\x17.pion.v1.AttendSelector\"{\n\x15\x41ttendSparseAutoFused\x12)\n\x06\x63hoice\x18\x01 \x01(\x0b\x32\x19.pion.v1.AttendSparseAuto\x12\x13\n\x0bsuffix_rows\x18\x02 \x01(\r\x12\x10\n\x08suffix_k\x18\x03 \x01(\x0c\x12\x10\n\x08suffix_v\x18\x04 \x01(\x0c\"\xce\x03\n\x12\x41ttendQueryRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x10\n\x08head_map\x18\x05 \x01(\x0c\x12\x18\n\x0bwindow_rows\x18\x06 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\x05scale\x18\x07 \x01(\x02H\x02\x88\x01\x01\x12\x0c\n\x04warm\x18\x08 \x01(\x08\x12\x13\n\x0blog_sum_exp\x18\t \x01(\x08\x12%\n\x05\x64\x65nse\x18\n \x01(\x0b\x32\x14.pion.v1.AttendDenseH\x00\x12%\n\x05\x66used\x18\x0b \x01(\x0b\x32\x14.pion.v1.AttendFusedH\x00\x12\'\n\x06sparse\x18\x0c \x01(\x0b\x32\x15.pion.v1.AttendSparseH\x00\x12\x30\n\x0bsparse_auto\x18\r \x01(\x0b\x32\x19.pion.v1.AttendSparseAutoH\x00\x12;\n\x11sparse_auto_fused\x18\x0e \x01(\x0b\x32\x1e.pion.v1.AttendSparseAutoFusedH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kindB\x0e\n\x0c_window_rowsB\x08\n\x06_scale\"8\n\x13\x41ttendQueryResponse\x12\x13\n\x0blog_sum_exp\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"M\n\x13\x41ttendStreamRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12*\n\x05query\x18\x02 \x01(\x0b\x32\x1b.pion.v1.AttendQueryRequest\"B\n\x11\x41ttendStreamError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x8a\x01\n\x14\x41ttendStreamResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12.\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x1c.pion.v1.AttendQueryResponseH\x00\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.pion.v1.AttendStreamErrorH\x00\x42\t\n\x07outcome\"B\n\x11\x41ttendDropRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\x05layer\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_layer\"+\n\x12\x41ttendDropResponse\x12\x15\n\rdropped_count\x18\x01 \x01(\r*]\n\x0b\x41ttendState\x12\x1c\n\x18\x41TTEND_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41TTEND_STATE_RESIDENT\x10\x01\x12\x15\n\x11\x41TTEND_STATE_COLD\x10\x02*f\n\x0e\x41ttendSelector\x12\x1f\n\x1b\x41TTEND_SELECTOR_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41TTEND_SELECTOR_MEAN\x10\x01\x12\x19\n\x15\x41TTEND_SELECTOR_QUEST\x10\x02\x32\xe5\x02\n\x06\x41ttend\x12\x44\n\x05Store\x12\x1b.pion.v1.AttendStoreRequest\x1a\x1c.pion.v1.AttendStoreResponse(\x01\x12\x45\n\x06Lookup\x12\x1c.pion.v1.AttendLookupRequest\x1a\x1d.pion.v1.AttendLookupResponse\x12\x42\n\x05Query\x12\x1b.pion.v1.AttendQueryRequest\x1a\x1c.pion.v1.AttendQueryResponse\x12I\n\x06Stream\x12\x1c.pion.v1.AttendStreamRequest\x1a\x1d.pion.v1.AttendStreamResponse(\x01\x30\x01\x12?\n\x04\x44rop\x12\x1a.pion.v1.AttendDropRequest\x1a\x1b.pion.v1.AttendDropResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14pion/v1/attend.proto\x12\x07pion.v1\x1a\x13pion/v1/types.proto\"J\n\nAttendRows\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x10\n\x08head_dim\x18\x04 \x01(\r\"x\n\x10\x41ttendFromPrefix\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x03(\r\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0c\n\x04rows\x18\x06 \x01(\x04\"\x85\x01\n\x11\x41ttendStoreHeader\x12\x0f\n\x07session\x18\x01 \x01(\t\x12#\n\x04rows\x18\x02 \x01(\x0b\x32\x13.pion.v1.AttendRowsH\x00\x12\x30\n\x0b\x66rom_prefix\x18\x03 \x01(\x0b\x32\x19.pion.v1.AttendFromPrefixH\x00\x42\x08\n\x06source\"r\n\x12\x41ttendStoreRequest\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.pion.v1.AttendStoreHeaderH\x00\x12#\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x12.pion.v1.PartChunkH\x00\x42\t\n\x07message\"Y\n\x13\x41ttendStoreResponse\x12\x13\n\x0blayer_count\x18\x01 \x01(\r\x12\x15\n\rskipped_count\x18\x02 \x01(\r\x12\x16\n\x0eresident_bytes\x18\x03 \x01(\x04\"6\n\x13\x41ttendLookupRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\"p\n\x0b\x41ttendEntry\x12\r\n\x05layer\x18\x01 \x01(\r\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.pion.v1.AttendState\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x10\n\x08head_dim\x18\x05 \x01(\r\"=\n\x14\x41ttendLookupResponse\x12%\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x14.pion.v1.AttendEntry\"\x1e\n\x0b\x41ttendDense\x12\x0f\n\x07queries\x18\x01 \x01(\r\"W\n\x0b\x41ttendFused\x12\x0f\n\x07queries\x18\x01 \x01(\r\x12\x13\n\x0bsuffix_rows\x18\x02 \x01(\r\x12\x10\n\x08suffix_k\x18\x03 \x01(\x0c\x12\x10\n\x08suffix_v\x18\x04 \x01(\x0c\"I\n\x0c\x41ttendSparse\x12\x0f\n\x07indices\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x18\n\x10indices_per_head\x18\x03 \x01(\r\"a\n\x10\x41ttendSparseAuto\x12\x12\n\nblock_rows\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12)\n\x08selector\x18\x03 \x01(\x0e\x32\x17.pion.v1.AttendSelector\"{\n\x15\x41ttendSparseAutoFused\x12)\n\x06\x63hoice\x18\x01 \x01(\x0b\x32\x19.pion.v1.AttendSparseAuto\x12\x13\n\x0bsuffix_rows\x18\x02 \x01(\r\x12\x10\n\x08suffix_k\x18\x03 \x01(\x0c\x12\x10\n\x08suffix_v\x18\x04 \x01(\x0c\"\xce\x03\n\x12\x41ttendQueryRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x10\n\x08head_map\x18\x05 \x01(\x0c\x12\x18\n\x0bwindow_rows\x18\x06 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\x05scale\x18\x07 \x01(\x02H\x02\x88\x01\x01\x12\x0c\n\x04warm\x18\x08 \x01(\x08\x12\x13\n\x0blog_sum_exp\x18\t \x01(\x08\x12%\n\x05\x64\x65nse\x18\n \x01(\x0b\x32\x14.pion.v1.AttendDenseH\x00\x12%\n\x05\x66used\x18\x0b \x01(\x0b\x32\x14.pion.v1.AttendFusedH\x00\x12\'\n\x06sparse\x18\x0c \x01(\x0b\x32\x15.pion.v1.AttendSparseH\x00\x12\x30\n\x0bsparse_auto\x18\r \x01(\x0b\x32\x19.pion.v1.AttendSparseAutoH\x00\x12;\n\x11sparse_auto_fused\x18\x0e \x01(\x0b\x32\x1e.pion.v1.AttendSparseAutoFusedH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kindB\x0e\n\x0c_window_rowsB\x08\n\x06_scale\"8\n\x13\x41ttendQueryResponse\x12\x13\n\x0blog_sum_exp\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"M\n\x13\x41ttendStreamRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12*\n\x05query\x18\x02 \x01(\x0b\x32\x1b.pion.v1.AttendQueryRequest\"B\n\x11\x41ttendStreamError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x8a\x01\n\x14\x41ttendStreamResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12.\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x1c.pion.v1.AttendQueryResponseH\x00\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.pion.v1.AttendStreamErrorH\x00\x42\t\n\x07outcome\"B\n\x11\x41ttendDropRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\x05layer\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_layer\"+\n\x12\x41ttendDropResponse\x12\x15\n\rdropped_count\x18\x01 \x01(\r*]\n\x0b\x41ttendState\x12\x1c\n\x18\x41TTEND_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41TTEND_STATE_RESIDENT\x10\x01\x12\x15\n\x11\x41TTEND_STATE_COLD\x10\x02*f\n\x0e\x41ttendSelector\x12\x1f\n\x1b\x41TTEND_SELECTOR_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41TTEND_SELECTOR_MEAN\x10\x01\x12\x19\n\x15\x41TTEND_SELECTOR_QUEST\x10\x02\x32\xe5\x02\n\x06\x41ttend\x12\x44\n\x05Store\x12\x1b.pion.v1.AttendStoreRequest\x1a\x1c.pion.v1.AttendStoreResponse(\x01\x12\x45\n\x06Lookup\x12\x1c.pion.v1.AttendLookupRequest\x1a\x1d.pion.v1.AttendLookupResponse\x12\x42\n\x05Query\x12\x1b.pion.v1.AttendQueryRequest\x1a\x1c.pion.v1.AttendQueryResponse\x12I\n\x06Stream\x12\x1c.pion.v1.AttendStreamRequest\x1a\x1d.pion.v1.AttendStreamResponse(\x01\x30\x01\x12?\n\x04\x44rop\x12\x1a.pion.v1.AttendDropRequest\x1a\x1b.pion.v1.AttendDropResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pion_wire.v1.attend_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ATTENDSTATE']._serialized_start=2138
-  _globals['_ATTENDSTATE']._serialized_end=2231
-  _globals['_ATTENDSELECTOR']._serialized_start=2233
-  _globals['_ATTENDSELECTOR']._serialized_end=2335
+  _globals['_ATTENDSTATE']._serialized_start=2172
+  _globals['_ATTENDSTATE']._serialized_end=2265
+  _globals['_ATTENDSELECTOR']._serialized_start=2267
+  _globals['_ATTENDSELECTOR']._serialized_end=2369
   _globals['_ATTENDROWS']._serialized_start=54
   _globals['_ATTENDROWS']._serialized_end=128
   _globals['_ATTENDFROMPREFIX']._serialized_start=130
-  _globals['_ATTENDFROMPREFIX']._serialized_end=216
-  _globals['_ATTENDSTOREHEADER']._serialized_start=219
-  _globals['_ATTENDSTOREHEADER']._serialized_end=352
-  _globals['_ATTENDSTOREREQUEST']._serialized_start=354
-  _globals['_ATTENDSTOREREQUEST']._serialized_end=468
-  _globals['_ATTENDSTORERESPONSE']._serialized_start=470
-  _globals['_ATTENDSTORERESPONSE']._serialized_end=559
-  _globals['_ATTENDLOOKUPREQUEST']._serialized_start=561
-  _globals['_ATTENDLOOKUPREQUEST']._serialized_end=615
-  _globals['_ATTENDENTRY']._serialized_start=617
-  _globals['_ATTENDENTRY']._serialized_end=729
-  _globals['_ATTENDLOOKUPRESPONSE']._serialized_start=731
-  _globals['_ATTENDLOOKUPRESPONSE']._serialized_end=792
-  _globals['_ATTENDDENSE']._serialized_start=794
-  _globals['_ATTENDDENSE']._serialized_end=824
-  _globals['_ATTENDFUSED']._serialized_start=826
-  _globals['_ATTENDFUSED']._serialized_end=913
-  _globals['_ATTENDSPARSE']._serialized_start=915
-  _globals['_ATTENDSPARSE']._serialized_end=988
-  _globals['_ATTENDSPARSEAUTO']._serialized_start=990
-  _globals['_ATTENDSPARSEAUTO']._serialized_end=1087
-  _globals['_ATTENDSPARSEAUTOFUSED']._serialized_start=1089
-  _globals['_ATTENDSPARSEAUTOFUSED']._serialized_end=1212
-  _globals['_ATTENDQUERYREQUEST']._serialized_start=1215
-  _globals['_ATTENDQUERYREQUEST']._serialized_end=1677
-  _globals['_ATTENDQUERYRESPONSE']._serialized_start=1679
-  _globals['_ATTENDQUERYRESPONSE']._serialized_end=1735
-  _globals['_ATTENDSTREAMREQUEST']._serialized_start=1737
-  _globals['_ATTENDSTREAMREQUEST']._serialized_end=1814
-  _globals['_ATTENDSTREAMERROR']._serialized_start=1816
-  _globals['_ATTENDSTREAMERROR']._serialized_end=1882
-  _globals['_ATTENDSTREAMRESPONSE']._serialized_start=1885
-  _globals['_ATTENDSTREAMRESPONSE']._serialized_end=2023
-  _globals['_ATTENDDROPREQUEST']._serialized_start=2025
-  _globals['_ATTENDDROPREQUEST']._serialized_end=2091
-  _globals['_ATTENDDROPRESPONSE']._serialized_start=2093
-  _globals['_ATTENDDROPRESPONSE']._serialized_end=2136
-  _globals['_ATTEND']._serialized_start=2338
-  _globals['_ATTEND']._serialized_end=2695
+  _globals['_ATTENDFROMPREFIX']._serialized_end=250
+  _globals['_ATTENDSTOREHEADER']._serialized_start=253
+  _globals['_ATTENDSTOREHEADER']._serialized_end=386
+  _globals['_ATTENDSTOREREQUEST']._serialized_start=388
+  _globals['_ATTENDSTOREREQUEST']._serialized_end=502
+  _globals['_ATTENDSTORERESPONSE']._serialized_start=504
+  _globals['_ATTENDSTORERESPONSE']._serialized_end=593
+  _globals['_ATTENDLOOKUPREQUEST']._serialized_start=595
+  _globals['_ATTENDLOOKUPREQUEST']._serialized_end=649
+  _globals['_ATTENDENTRY']._serialized_start=651
+  _globals['_ATTENDENTRY']._serialized_end=763
+  _globals['_ATTENDLOOKUPRESPONSE']._serialized_start=765
+  _globals['_ATTENDLOOKUPRESPONSE']._serialized_end=826
+  _globals['_ATTENDDENSE']._serialized_start=828
+  _globals['_ATTENDDENSE']._serialized_end=858
+  _globals['_ATTENDFUSED']._serialized_start=860
+  _globals['_ATTENDFUSED']._serialized_end=947
+  _globals['_ATTENDSPARSE']._serialized_start=949
+  _globals['_ATTENDSPARSE']._serialized_end=1022
+  _globals['_ATTENDSPARSEAUTO']._serialized_start=1024
+  _globals['_ATTENDSPARSEAUTO']._serialized_end=1121
+  _globals['_ATTENDSPARSEAUTOFUSED']._serialized_start=1123
+  _globals['_ATTENDSPARSEAUTOFUSED']._serialized_end=1246
+  _globals['_ATTENDQUERYREQUEST']._serialized_start=1249
+  _globals['_ATTENDQUERYREQUEST']._serialized_end=1711
+  _globals['_ATTENDQUERYRESPONSE']._serialized_start=1713
+  _globals['_ATTENDQUERYRESPONSE']._serialized_end=1769
+  _globals['_ATTENDSTREAMREQUEST']._serialized_start=1771
+  _globals['_ATTENDSTREAMREQUEST']._serialized_end=1848
+  _globals['_ATTENDSTREAMERROR']._serialized_start=1850
+  _globals['_ATTENDSTREAMERROR']._serialized_end=1916
+  _globals['_ATTENDSTREAMRESPONSE']._serialized_start=1919
+  _globals['_ATTENDSTREAMRESPONSE']._serialized_end=2057
+  _globals['_ATTENDDROPREQUEST']._serialized_start=2059
+  _globals['_ATTENDDROPREQUEST']._serialized_end=2125
+  _globals['_ATTENDDROPRESPONSE']._serialized_start=2127
+  _globals['_ATTENDDROPRESPONSE']._serialized_end=2170
+  _globals['_ATTEND']._serialized_start=2372
+  _globals['_ATTEND']._serialized_end=2729
 # @@protoc_insertion_point(module_scope)

@@ -112,12 +112,18 @@ class AttendFromPrefix(_message.Message):
     HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """The prefix. Required."""
     heads: _builtins.int
     """K/V heads or, on a grouped model, query heads; 0 takes the stored layout's."""
     head_dim: _builtins.int
     """Values per head; 0 takes the stored layout's."""
+    generation: _builtins.int
+    """The generation that the rows must be of; 0 takes any."""
+    rows: _builtins.int
+    """How many rows from the first one; layers with fewer are skipped. 0 takes all there are."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Which layers; empty means all."""
@@ -129,10 +135,12 @@ class AttendFromPrefix(_message.Message):
         heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
+        generation: _builtins.int = ...,
+        rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "heads", b"heads", "layers", b"layers", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "head_dim", b"head_dim", "heads", b"heads", "layers", b"layers", "namespace", b"namespace", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

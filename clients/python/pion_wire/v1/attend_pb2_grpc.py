@@ -78,7 +78,7 @@ class AttendServicer(object):
 
     def Store(self, request_iterator, context):
         """Makes entries resident: from rows that follow, or from a stored prefix.
-        Errors: INVALID, CHECKSUM, NOT_STORED, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+        Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,7 @@ class AttendStub:
     def __new__(cls, channel: _aio.Channel) -> AttendAsyncStub: ...
     Store: _grpc.StreamUnaryMultiCallable[_attend_pb2.AttendStoreRequest, _attend_pb2.AttendStoreResponse]
     """Makes entries resident: from rows that follow, or from a stored prefix.
-    Errors: INVALID, CHECKSUM, NOT_STORED, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+    Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_attend_pb2.AttendLookupRequest, _attend_pb2.AttendLookupResponse]
     """Says which entries are resident. Errors: INVALID, NO_BACKEND."""
@@ -67,7 +67,7 @@ class AttendAsyncStub(AttendStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Store: _aio.StreamUnaryMultiCallable[_attend_pb2.AttendStoreRequest, _attend_pb2.AttendStoreResponse]  # type: ignore[assignment]
     """Makes entries resident: from rows that follow, or from a stored prefix.
-    Errors: INVALID, CHECKSUM, NOT_STORED, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+    Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_attend_pb2.AttendLookupRequest, _attend_pb2.AttendLookupResponse]  # type: ignore[assignment]
     """Says which entries are resident. Errors: INVALID, NO_BACKEND."""
@@ -96,7 +96,7 @@ class AttendServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_attend_pb2.AttendStoreResponse, _abc.Awaitable[_attend_pb2.AttendStoreResponse]]:
         """Makes entries resident: from rows that follow, or from a stored prefix.
-        Errors: INVALID, CHECKSUM, NOT_STORED, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+        Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
         """
 
     @_abc_1.abstractmethod
