@@ -57,6 +57,16 @@ class ServerProcess:
         """As an init system does it; returns the exit status."""
         return self._end(signal.SIGTERM)
 
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Alive and answering nobody: every thread has stopped when the body begins."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
     @property
     def rss_bytes(self) -> int:
         """Memory of the process."""

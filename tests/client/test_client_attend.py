@@ -1,7 +1,6 @@
 """Attention through the client: every kind, on both lanes, and what happens when a lane breaks."""
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -390,12 +389,8 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(
     with Client(server.address, timeout_s=1.0) as client:
         client.attend_store("s", 0, K, V)
         ask_once(client)
-        server.process.send_signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(DeadlineExceeded):
-                client.attend_query("s", 0, normal("once", 2, 1, 16))
-        finally:
-            server.process.send_signal(signal.SIGCONT)
+        with server.frozen(), pytest.raises(DeadlineExceeded):
+            client.attend_query("s", 0, normal("once", 2, 1, 16))
         ask_once(client)
         assert client.attend_lane == lane
 
@@ -466,7 +461,6 @@ def test_closing_ends_a_query_that_waits(start_server: Callable[..., ServerProce
     client = Client(server.address, timeout_s=60)
     client.attend_store("s", 0, K, V)
     ask_once(client)
-    server.process.send_signal(signal.SIGSTOP)
     raised: list[BaseException] = []
     asking = threading.Event()
 
@@ -477,14 +471,14 @@ def test_closing_ends_a_query_that_waits(start_server: Callable[..., ServerProce
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert asking.wait(10)
-    client.close()
-    thread.join(30)
-    assert not thread.is_alive()
+    with server.frozen():
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert asking.wait(10)
+        client.close()
+        thread.join(30)
+        assert not thread.is_alive()
     assert [type(error) for error in raised] == [ClientClosed]
-    server.process.send_signal(signal.SIGCONT)
 
 
 FORKING = """
