@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pion_grpc.cli.bench import add_bench
+from pion_grpc.cli.mesh import add_mesh
 from pion_grpc.config import Config, default_data, environment_settings
 from pion_grpc.errors import CannotStart
 
@@ -344,5 +345,6 @@ COMMANDS = (
     add_verify,
     add_bench,
     add_doctor,
+    add_mesh,
 )
 """One function per command, in the order of `--help`."""

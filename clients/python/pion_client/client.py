@@ -65,7 +65,8 @@ class Client(AttendMixin):
     where gRPC cannot go on there; it never hangs.
 
     Args:
-        address: `host:port` or `unix:/path`.
+        address: `host:port` or `unix:/path`. Several, or with commas between, are the nodes of a mesh:
+            each call goes to the one that a proxy would send it to, `list` to one of them.
         export: read the server's files where it runs on this host; False always streams.
         verify: check every page of those files against its checksum first.
         tenant, password: who asks; by default PION_TENANT and PION_PASSWORD of the environment.
@@ -81,7 +82,7 @@ class Client(AttendMixin):
 
     def __init__(
         self,
-        address: str = "127.0.0.1:50051",
+        address: str | Sequence[str] = "127.0.0.1:50051",
         *,
         export: bool = True,
         verify: bool = False,

@@ -22,7 +22,7 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -36,6 +36,7 @@ from pion_client.errors import (
     from_rpc_error,
     may_ask_again,
 )
+from pion_client.nodes import RingChannel
 from pion_client.tls import Tls
 from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.v1.attend_pb2_grpc import AttendStub
@@ -63,6 +64,14 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # Otherwise the channel of a forked child would be the parent's connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+RING_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    # A node that is switched off is given up soon: there are others.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+"""Where a client hashes by itself, and nobody else finds out who is up."""
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 _Result = TypeVar("_Result")
@@ -126,7 +135,7 @@ class Connection:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         tenant: str = "",
         password: str | None = None,
@@ -135,16 +144,16 @@ class Connection:
         """Connects nothing yet.
 
         Args:
-            address: `host:port` or `unix:/path`.
+            address: `host:port` or `unix:/path`; or the nodes of a mesh, several or with commas between.
             tenant, password: who asks.
             tls: by default what the environment names; nothing there: not encrypted.
 
         Raises:
-            ValueError: the address is none, or the certificates cannot be used.
+            ValueError: an address is none or there twice, or the certificates cannot be used.
         """
-        self.target = target_of(address)
-        self.is_local = is_local(self.target)
-        self._tls = _tls_of(self.target, tls)
+        self.targets = targets_of(address)
+        self.is_local = all(map(is_local, self.targets))
+        self._tls = _tls_of(self.targets, tls)
         self._stamp: object = None
         self._authorization: Metadata = ()
         if password is not None:
@@ -206,14 +215,21 @@ class Connection:
             return self._stubs
 
     def _channel(self, options: list[tuple[str, int | str]]) -> grpc.Channel:
+        if len(self.targets) > 1:
+            options = [*options, *RING_OPTIONS]
+        open_channel = self._opener()
+        channels = {target: open_channel(target, options) for target in self.targets}
+        return RingChannel(channels) if len(channels) > 1 else channels[self.targets[0]]
+
+    def _opener(self) -> Callable[[str, list[tuple[str, int | str]]], grpc.Channel]:
         if self._tls is None:
-            return grpc.insecure_channel(self.target, options=options)
+            return grpc.insecure_channel
         self._stamp = self._tls.files.stamp()
         try:
             credentials = self._tls.credentials()
         except ValueError as error:
             raise InvalidRequest(str(error), metadata={"field": "tls"}) from error
-        return grpc.secure_channel(self.target, credentials, options=options)
+        return lambda target, options: grpc.secure_channel(target, credentials, options)
 
     def _renew(self, stubs: Stubs) -> None:
         """Has the next call make a new channel if there are new certificates.
@@ -316,6 +332,16 @@ def pause(error: PionError, attempt: int, deadline: Deadline) -> bool:
     return True
 
 
+def targets_of(address: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns gRPC's names for one address or several; raises ValueError as `target_of` does."""
+    if isinstance(address, str):
+        address = [address] if address.startswith("unix:") else address.split(",")
+    targets = tuple(target_of(one.strip()) for one in address)
+    if not targets or len(set(targets)) < len(targets):
+        raise ValueError(f"{address!r}: a mesh has nodes, each once")
+    return targets
+
+
 def target_of(address: str) -> str:
     """Returns gRPC's name for `host:port` or `unix:/path`.
 
@@ -348,13 +374,13 @@ def is_local(target: str) -> bool:
         return False
 
 
-def _tls_of(target: str, tls: Tls | None) -> Tls | None:
-    """Returns how a target is spoken to; a Unix socket is never encrypted.
+def _tls_of(targets: Sequence[str], tls: Tls | None) -> Tls | None:
+    """Returns how targets are spoken to; a Unix socket is never encrypted.
 
     Raises:
         ValueError: the certificates cannot be used.
     """
-    if target.startswith("unix:"):
+    if any(target.startswith("unix:") for target in targets):
         if tls is not None:
             raise ValueError("tls: a Unix socket is not encrypted")
         return None

@@ -8,11 +8,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
-
-import grpc
+from typing import TYPE_CHECKING, Self
 
 from pion_wire.certificates import CertificateFiles
+
+if TYPE_CHECKING:
+    import grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,13 @@ class Tls:
             *(None if path is None else Path(path).expanduser() for path in paths)
         )
 
-    def credentials(self) -> grpc.ChannelCredentials:
+    def credentials(self) -> "grpc.ChannelCredentials":
         """Returns what gRPC makes connections with.
 
         Raises:
             ValueError: a file cannot be read, or they do not fit together.
         """
+        import grpc  # not before it is needed: caches within a process want no server
+
         pem = self.files.load()
         return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)

