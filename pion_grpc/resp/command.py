@@ -260,7 +260,7 @@ class Command:
 
 def is_text(text: str) -> bool:
     """Whether what `Call.text` returned was UTF-8."""
-    return not any("\udc80" <= character <= "\udcff" for character in text)
+    return text.isascii() or not any("\udc80" <= character <= "\udcff" for character in text)
 
 
 def syntax_error() -> ReplyError:

@@ -72,7 +72,8 @@ class LaneConnection(asyncio.BufferedProtocol):
         self._may_write = True
         self._stalled = False  # to be answered with an error, after what came before
         self._ending = False
-        self._watch: asyncio.TimerHandle | None = None
+        self._heard_at = 0.0
+        self._watch: asyncio.TimerHandle | None = None  # runs on from frame to frame
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -90,6 +91,7 @@ class LaneConnection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Takes the frames that are complete now."""
+        self._heard_at = self._engine.loop.time()
         self._parser.buffer_updated(nbytes)
         try:
             while (frame := self._parser.next_frame()) is not None:
@@ -180,22 +182,33 @@ class LaneConnection(asyncio.BufferedProtocol):
             self._transport.writelines(encode_frame(status, body))
 
     def _regulate(self, *, may_read: bool) -> None:
-        """Reads on, or stops; and looks again in a while whether a frame has come any further."""
+        """Reads on, or stops; has an eye on the frame that has begun."""
         if may_read != self._may_read:
             self._may_read = may_read
+            self._heard_at = self._engine.loop.time()  # it could not be heard before
             (self._transport.resume_reading if may_read else self._transport.pause_reading)()
-        self._unwatch()
-        if may_read and self._parser.unfinished_bytes:
-            self._watch = self._engine.loop.call_later(self._engine.stall_s, self._give_up)
+        if self._watch is None and may_read and self._parser.unfinished_bytes:
+            self._look_again_in(self._engine.stall_s)
+
+    def _look_again_in(self, seconds: float) -> None:
+        self._watch = self._engine.loop.call_later(seconds, self._look_again)
+
+    def _look_again(self) -> None:
+        """Gives a frame up of which nothing has come for too long."""
+        self._watch = None
+        if not (self._may_read and self._parser.unfinished_bytes):
+            return
+        left_s = self._heard_at + self._engine.stall_s - self._engine.loop.time()
+        if left_s > 0:
+            self._look_again_in(left_s)
+            return
+        self._stalled = True
+        self._go_on()
 
     def _unwatch(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-
-    def _give_up(self) -> None:
-        self._stalled = True
-        self._go_on()
 
 
 def attended(attend: Attend | None, body: memoryview) -> FusedAnswer:
