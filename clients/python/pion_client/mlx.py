@@ -319,13 +319,15 @@ class PionPromptCache(AttendByNamespace):
         """What happened so far, in this object.
 
         `hits` are calls that were served at least one row, `misses` all others, by reason in
-        `miss_reasons`. `stores` counts what this object wrote, `already_stored` what others had written
-        meanwhile. `skipped` counts what was not stored, by reason; `stored_whole` what was stored with
-        rows that a parent has already, by reason. Times are milliseconds: `fetch_ms_total` until
-        the rows are in the cache, `store_ms_total` on the thread behind. `lane` is how the last hit
-        came, "export" (files of the same host) or "stream", and `lane_reason` why it was streamed; once
-        attention has run over a prefix of `make_pion_prompt_cache`, it says where: "in-process", or on
-        the server, by "stream" or "unary". `attend` counts queries, and why some were not asked.
+        `miss_reasons`; `shortened_by` counts the kinds of parts that were missing at a later boundary,
+        `checkpoints_dropped` boundaries of own prefills for which there was no room. `stores` counts
+        what this object wrote, `already_stored` what others had written meanwhile. `skipped` counts
+        what was not stored, by reason; `stored_whole` what was stored with rows that a parent has
+        already, by reason. Times are milliseconds: `fetch_ms_total` until the rows are in the cache,
+        `store_ms_total` on the thread behind. `lane` is how the last hit came, "export" (files of the
+        same host) or "stream", and `lane_reason` why it was streamed; once attention has run over a
+        prefix of `make_pion_prompt_cache`, it says where: "in-process", or on the server, by "stream"
+        or "unary". `attend` counts queries, and why some were not asked.
         """
         count = self._tally.of
         hits, misses = count("hits"), count("misses")
@@ -345,6 +347,8 @@ class PionPromptCache(AttendByNamespace):
             "skipped": self._tally.reasons("skipped"),
             "stored_whole": self._tally.reasons("stored_whole"),
             "miss_reasons": self._tally.reasons("miss_reasons"),
+            "shortened_by": self._tally.reasons("shortened_by"),
+            "checkpoints_dropped": self._tally.of("checkpoints_dropped"),
             "lane": self.residency.lane or self._lane,
             "lane_reason": self._lane_reason,
             "breaker": "open" if self._breaker.is_open else "closed",
