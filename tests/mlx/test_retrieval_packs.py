@@ -9,6 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from pion_client.mlx import HybridRetrievalCache
 from pion_client.positions import PositionsFixed, Rotation, moved, rotations, rows_at
+from pion_grpc.cli import smollm2
 from pion_grpc.cli.decode import greedy
 from tests.mlx.families import build, tokens
 
@@ -37,6 +38,32 @@ def logits(model, ids, cache=None):
 
 def bits(array):
     return np.asarray(array.view(mx.uint32 if array.itemsize == 4 else mx.uint16))
+
+
+# On the real model
+
+
+@pytest.mark.model
+def test_a_pack_of_text_is_not_another_prompt_for_the_real_model():
+    model, tokenizer = smollm2.load()
+    stub, pack, question = (
+        tokenizer.encode(text)
+        for text in (
+            "<|im_start|>user\n",
+            "Log of Brenholm: The lighthouse of Brenholm is painted green.\n",
+            "What colour?<|im_end|>\n<|im_start|>assistant\nThe lighthouse of Brenholm is",
+        )
+    )
+    whole = logits(model, [*stub, *pack, *question])
+    with HybridRetrievalCache(model) as retrieval:
+        retrieval.set_shared_stub(stub)
+        retrieval.ingest_pack("p", pack)
+        cache, rest = retrieval.prepare_multi(["p"], question)
+        assert np.abs(logits(model, rest, cache) - whole).max() < 1e-4
+        retrieval.ingest("c", [*stub, *pack])
+        cache, rest = retrieval.prepare("c", question)
+        expected = greedy(model, [*stub, *pack, *question], make_prompt_cache(model), 8).ids
+        assert greedy(model, rest, cache, 8).ids == expected
 
 
 # Moving

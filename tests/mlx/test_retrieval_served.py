@@ -72,6 +72,38 @@ def test_a_kept_chunk_is_not_prefilled_again(model, client):
         assert (stats["hits"], stats["tokens_prefilled"]) == (1, 0)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "rwkv7", "gemma3_text"])
+def test_a_chunk_of_recurrent_state_or_windows_is_not_less_than_whole(client, family):
+    model = build(family)
+    with HybridRetrievalCache(model, backend="pion", client=client) as first:
+        assert first.ingest("c", CHUNK).kept
+        done = first.ingest("c", OTHER)
+        assert (done.replaced, done.kept) == (True, True)
+    with HybridRetrievalCache(model, backend="pion", client=client) as second:
+        cache, rest = second.prepare("c", SUFFIX)
+        assert answer(model, cache, rest) == expected(model, OTHER)
+        stats = second.stats()["prompt_cache"]
+        assert (stats["hits"], stats["tokens_prefilled"]) == (1, 0)
+
+
+@pytest.mark.parametrize("vquant", ["fp8", "int8"])
+def test_a_lossy_chunk_is_not_served_to_whom_asks_for_every_bit(client, vquant):
+    model = build("llama", hidden_size=64)  # wide enough for a codec's groups
+    with HybridRetrievalCache(model, backend="pion", client=client, vquant=vquant) as lossy:
+        done = lossy.ingest("c", CHUNK)
+        assert done.kept
+        assert not lossy.ingest("c", CHUNK).computed
+        cache, _ = lossy.prepare("c", SUFFIX)
+        assert lossy.stats()["prompt_cache"]["hits"] == 1
+        assert cache[0].offset == len(CHUNK)
+    with HybridRetrievalCache(model, backend="pion", client=client) as exact:
+        assert not exact.has("c")
+        assert exact.ingest("c", CHUNK).computed
+        cache, rest = exact.prepare("c", SUFFIX)
+        assert answer(model, cache, rest) == expected(model, CHUNK)
+    assert len(names(client)) == 2
+
+
 OTHER_PROCESS = """
     import json, sys
     from pion_client.mlx import HybridRetrievalCache

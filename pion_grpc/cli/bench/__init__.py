@@ -55,6 +55,8 @@ ROWS = (
         "the first token with pion-vllm-mlx, by lane, real model",
         f"{_HERE}.attend_resp:first_token",
     ),
+    Entry("retrieval", "first token after a retrieved chunk", f"{_HERE}.retrieval:chunks"),
+    Entry("retrieval-packs", "packs put together, against text", f"{_HERE}.retrieval:packs"),
 )
 
 

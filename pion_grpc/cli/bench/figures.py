@@ -172,7 +172,9 @@ FIGURES = (
     Figure(
         "retrieved chunks from the store",
         "first token sooner by 46 % (29 to 61), in the process by 55 % (37 to 73)",
-        "",
+        f"{_BENCH} retrieval",
+        "retrieval",
+        ("saved",),
         needs=f"{_APPLE}, Llama-3.2-1B 4-bit",
     ),
 )
