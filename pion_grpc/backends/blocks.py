@@ -23,14 +23,16 @@ from pion_grpc.backends.base import Array, Selector, SparseAuto
 F64 = npt.NDArray[np.float64]
 
 KEPT_SHARE = 4  # summaries may take a quarter of what K and V take
+SLAB_BYTES = 8 << 20
+"""What a summary that is not kept takes at once."""
 
 
 class Summaries:
     """The block summaries of one resident prefix, each computed once per block size and selector.
 
     The least recently used go when they would take more than ``bytes_max``; one that is larger than
-    that (blocks of a few tokens) is computed anew for each query. Two threads that ask first at once
-    both compute, and agree.
+    that (blocks of a few tokens) is computed anew for each query, a slab at a time, and never whole.
+    Two threads that ask first at once both compute, and agree.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -38,33 +40,42 @@ class Summaries:
         self._kept: OrderedDict[tuple[int, Selector], F64] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, keys: Callable[[], Array], block_tokens: int, selector: Selector) -> F64:
-        """The summaries [blocks][features] of ``keys()`` [heads_kv][tokens][dim]."""
+    def products(
+        self, keys: Callable[[], Array], block_tokens: int, selector: Selector, probe: F64
+    ) -> F64:
+        """Every block's summary of ``keys()`` [heads_kv][tokens][dim], times ``probe`` [features]."""
         name = (block_tokens, selector)
         with self._lock:
             if name in self._kept:
                 self._kept.move_to_end(name)
-                return self._kept[name]
-        summary = summarise(keys(), block_tokens, selector)
+                return _product(self._kept[name], probe)
+        k = keys()
+        tokens = k.shape[1]
+        if -(-tokens // block_tokens) * probe.nbytes > self._bytes_max:
+            step = max(SLAB_BYTES // probe.nbytes, 1) * block_tokens
+            slabs = (k[:, first : first + step] for first in range(0, tokens, step))
+            return np.concatenate(
+                [_product(summarise(slab, block_tokens, selector), probe) for slab in slabs]
+            )
+        summary = summarise(k, block_tokens, selector)
         with self._lock:
             self._kept[name] = summary
             while sum(kept.nbytes for kept in self._kept.values()) > self._bytes_max:
                 self._kept.popitem(last=False)
-        return summary
+        return _product(summary, probe)
 
 
 def summarise(k: Array, block_tokens: int, selector: Selector) -> F64:
     """Mean, or highest and lowest value, per block, K/V head and dimension: [blocks][features]."""
-    cut = [k[:, first : first + block_tokens] for first in range(0, k.shape[1], block_tokens)]
-    if selector == "mean":
-        return np.stack([block.mean(axis=1, dtype=np.float64).ravel() for block in cut])
-    return np.stack(
-        [np.concatenate([block.max(axis=1), block.min(axis=1)], axis=None) for block in cut],
-        dtype=np.float64,
-    )
+    heads, tokens, dim = k.shape
+    whole = tokens // block_tokens * block_tokens
+    cut = [k[:, :whole].reshape(heads, -1, block_tokens, dim), k[:, None, whole:]]
+    return np.concatenate([_statistics(blocks, selector) for blocks in cut if blocks.size])
 
 
-def choose(query: SparseAuto, summary: F64, kv_of: Array, heads_kv: int) -> list[int]:
+def choose(
+    query: SparseAuto, keys: Callable[[], Array], kept: Summaries, kv_of: Array, heads_kv: int
+) -> list[int]:
     """The blocks to read, ascending: the best ``query.blocks`` and the last.
 
     ``kv_of`` is the K/V head of each query head. The factors that all blocks share (mean over heads,
@@ -75,10 +86,26 @@ def choose(query: SparseAuto, summary: F64, kv_of: Array, heads_kv: int) -> list
     probe = np.zeros((len(signed), heads_kv, q.shape[1]))
     for per_kv, part in zip(probe, signed, strict=True):
         np.add.at(per_kv, kv_of, part)
-    with np.errstate(invalid="ignore", over="ignore"):
-        scores = _to_24_bits(summary @ probe.ravel())
+    scores = _to_24_bits(kept.products(keys, query.block_tokens, query.selector, probe.ravel()))
     best = np.argsort(-scores, kind="stable")[: query.blocks]
-    return sorted({*best.tolist(), len(summary) - 1})
+    return sorted({*best.tolist(), len(scores) - 1})
+
+
+def _statistics(blocks: Array, selector: Selector) -> F64:
+    """Of [heads_kv][blocks][tokens][dim], the rows of a summary."""
+    if selector == "mean":
+        found = [blocks.mean(axis=2, dtype=np.float64)]
+    else:
+        found = [blocks.max(axis=2), blocks.min(axis=2)]
+    count = blocks.shape[1]
+    rows = [of.swapaxes(0, 1).reshape(count, -1) for of in found]
+    return np.concatenate(rows, axis=1, dtype=np.float64)
+
+
+def _product(summary: F64, probe: F64) -> F64:
+    with np.errstate(invalid="ignore", over="ignore"):
+        product: F64 = summary @ probe
+    return product
 
 
 def _to_24_bits(scores: F64) -> F64:

@@ -91,7 +91,7 @@ class FastBackend:
 def _attend_spans(resident: _Held, query: Query) -> Answer:
     """All heads read the same spans of the prefix, then the suffix, if there is one."""
     heads, rows, dim = query.q.shape
-    spans = plan.spans(query, resident.tokens, lambda: resident.k, resident.summaries)
+    spans = plan.spans(query, resident, lambda: resident.k, resident.summaries)
     suffix = query.suffix
     suffix_tokens = suffix.k.shape[1] if suffix else 0
     columns = sum(span.stop - span.start for span in spans) + suffix_tokens

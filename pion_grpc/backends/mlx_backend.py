@@ -142,7 +142,7 @@ class MlxBackend:
     def _attend_spans(self, resident: MlxResident, query: Query) -> Answer:
         """All heads read the same spans of the prefix, then the suffix, if there is one."""
         heads, rows, dim = query.q.shape
-        spans = plan.spans(query, resident.tokens, lambda: _host(resident.k), resident.summaries)
+        spans = plan.spans(query, resident, lambda: _host(resident.k), resident.summaries)
         k = [_span(resident.k, span) for span in spans]
         v = [_span(resident.v, span) for span in spans]
         suffix = query.suffix

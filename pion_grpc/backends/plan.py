@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pion_grpc.backends.base import Array, Dtype, Query, Sparse, SparseAuto
+from pion_grpc.backends.base import Array, Dtype, Query, Resident, Sparse, SparseAuto
 from pion_grpc.backends.blocks import Summaries, choose
 from pion_grpc.backends.query import QueryError
 
@@ -102,22 +102,23 @@ def groups(head_map: bytes, heads: int, heads_kv: int, width: int) -> tuple[Grou
     )
 
 
-def spans(query: Query, tokens: int, keys: Callable[[], Array], kept: Summaries) -> list[Span]:
+def spans(
+    query: Query, resident: Resident, keys: Callable[[], Array], kept: Summaries
+) -> list[Span]:
     """What all heads read of the prefix, ascending, touching spans joined; never empty.
 
     ``keys()`` gives K [heads_kv][tokens][dim] on the host; called only if a summary is missing.
     """
+    tokens = resident.tokens
     first = max(tokens - query.window, 0) if query.window else 0
     if not isinstance(query, SparseAuto):
         return [Span(first, tokens)]
     size = query.block_tokens
     if query.blocks * size >= tokens:
         return [Span(first, tokens)]
-    summary = kept.of(keys, size, query.selector)
-    heads, _, dim = query.q.shape
-    heads_kv = summary.shape[1] // dim // (1 if query.selector == "mean" else 2)
+    kv_of = kv_of_heads(query.head_map, len(query.q), resident.heads)
     joined: list[Span] = []
-    for block in choose(query, summary, kv_of_heads(query.head_map, heads, heads_kv), heads_kv):
+    for block in choose(query, keys, kept, kv_of, resident.heads):
         span = Span(max(block * size, first), min((block + 1) * size, tokens))
         if span.start >= span.stop:
             continue  # wholly before the window

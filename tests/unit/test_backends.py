@@ -9,6 +9,7 @@ import functools
 import math
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +29,7 @@ from pion_grpc.backends import (
     Query,
     QueryError,
     Resident,
+    Selector,
     Sparse,
     SparseAuto,
     SparseAutoFused,
@@ -36,7 +38,7 @@ from pion_grpc.backends import (
 )
 from pion_grpc.backends import query as parse
 from pion_grpc.backends.base import F32, Array
-from pion_grpc.backends.blocks import Summaries
+from pion_grpc.backends.blocks import SLAB_BYTES, Summaries
 from pion_grpc.backends.fast import FastBackend
 from pion_grpc.backends.mlx_backend import MlxBackend
 from pion_grpc.backends.reference import ReferenceBackend
@@ -589,9 +591,11 @@ class TestSummaries:
             calls.append(1)
             return k
 
-        first = kept.of(keys, 16, "mean")
-        assert kept.of(keys, 16, "mean") is first
-        assert kept.of(keys, 16, "quest") is not first
+        probe = np.ones(16)
+        first = kept.products(keys, 16, "mean", probe)
+        np.testing.assert_array_equal(kept.products(keys, 16, "mean", probe), first)
+        np.testing.assert_allclose(first, k.reshape(4, 16, 16).mean(axis=1).sum(axis=1), atol=1e-6)
+        kept.products(keys, 16, "quest", np.ones(32))
         assert len(calls) == 2
 
     def test_summaries_never_outgrow_their_bound(self) -> None:
@@ -603,8 +607,24 @@ class TestSummaries:
             return k
 
         for block_tokens in (16, 17, 18, 16, 1, 1):  # the third drops the first; 1 never fits
-            kept.of(keys, block_tokens, "mean")
+            kept.products(keys, block_tokens, "mean", np.ones(16))
         assert len(calls) == 6
+
+    @pytest.mark.parametrize("selector", ["mean", "quest"])
+    def test_a_summary_too_large_to_keep_does_not_rank_otherwise_nor_exist_whole(
+        self, selector: Selector
+    ) -> None:
+        tokens, dim = 150_001, 16
+        k = normal(np.random.default_rng(0), 1, tokens, dim)
+        probe = np.random.default_rng(1).standard_normal(dim * (1 if selector == "mean" else 2))
+        whole = Summaries(1 << 30).products(lambda: k, 2, selector, probe)
+        tracemalloc.start()
+        slabs = Summaries(1 << 20).products(lambda: k, 2, selector, probe)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        np.testing.assert_allclose(slabs, whole, rtol=0, atol=1e-12)
+        assert len(whole) == 75_001
+        assert peak < 5 * SLAB_BYTES
 
 
 class TestCheck:
