@@ -55,6 +55,8 @@ ROWS = (
         "the first token with pion-vllm-mlx, by lane, real model",
         f"{_HERE}.attend_resp:first_token",
     ),
+    Entry("state", "recurrent state against K/V rows", f"{_HERE}.hybrid:state"),
+    Entry("hybrid-first-token", "first token, random hybrid", f"{_HERE}.hybrid:first_token"),
     Entry("retrieval", "first token after a retrieved chunk", f"{_HERE}.retrieval:chunks"),
     Entry("retrieval-packs", "packs put together, against text", f"{_HERE}.retrieval:packs"),
 )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 Way = Literal["cold", "file", "export", "stream"]
 QUESTION_TOKENS = 16
@@ -38,6 +38,19 @@ class Sizes(NamedTuple):
     kv_heads: int = 4
     vocab: int = 512
 
+    def build(self) -> Any:
+        """The model; equal sizes give equal bits."""
+        from pion_grpc.cli import smollm2
+
+        return smollm2.random_llama(**self._asdict())
+
+
+class Buildable(Protocol):
+    """Sizes of a random model of any family."""
+
+    def build(self) -> Any:
+        """The model; equal sizes give equal bits."""
+
 
 _Answer = TypeVar("_Answer")
 
@@ -50,7 +63,7 @@ class ModelProcess:
         sizes: of a random model; None: the real one.
     """
 
-    def __init__(self, address: str = "", sizes: Sizes | None = None) -> None:
+    def __init__(self, address: str = "", sizes: Buildable | None = None) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         try:
             self.do(_load, address, sizes)
@@ -77,7 +90,7 @@ class ModelProcess:
 class Loaded:
     """What a model process holds."""
 
-    def __init__(self, address: str, sizes: Sizes | None) -> None:
+    def __init__(self, address: str, sizes: Buildable | None) -> None:
         from pion_grpc.cli import smollm2
 
         self.address = address
@@ -88,7 +101,7 @@ class Loaded:
             except smollm2.ModelMissingError as error:
                 raise ModelMissing(str(error)) from None
         else:
-            self.model = smollm2.random_llama(**sizes._asdict())
+            self.model = sizes.build()
         self.prompt_caches = {
             way: self.prompt_cache(way) for way in ("export", "stream") if address
         }
@@ -141,7 +154,7 @@ class Loaded:
 _loaded: list[Loaded] = []
 
 
-def _load(address: str, sizes: Sizes | None) -> None:
+def _load(address: str, sizes: Buildable | None) -> None:
     _loaded.append(Loaded(address, sizes))
 
 
