@@ -128,6 +128,9 @@ func errorOf(ctx context.Context, err error) error {
 	if !ok {
 		reason = Reason(state.Code().String())
 	}
+	if reason == ReasonDeadlineExceeded { // the server's clock may be the first to say so
+		err = errors.Join(context.DeadlineExceeded, err)
+	}
 	message := state.Code().String() + ": " + state.Message()
 	return &Error{Reason: reason, Message: message, FromTransport: true, cause: err}
 }

@@ -6,7 +6,6 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
-	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
@@ -477,60 +476,14 @@ func (a *authority) sign(t *testing.T, name string, valid time.Duration) (*x509.
 	return certificate, key
 }
 
-// startTLS puts mutual TLS in front of a server that has none.
-func startTLS(t *testing.T, to string, a *authority) (address string) {
-	t.Helper()
-	pair, err := tls.LoadX509KeyPair(a.path("server.pem"), a.path("server.key"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	pool := x509.NewCertPool()
-	pool.AddCert(a.certificate)
-	listener, err := tls.Listen("tcp", "127.0.0.1:0", &tls.Config{
-		Certificates: []tls.Certificate{pair}, ClientCAs: pool, ClientAuth: tls.RequireAndVerifyClientCert,
-		NextProtos: []string{"h2"},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	var serving sync.WaitGroup
-	serving.Go(func() {
-		for {
-			near, err := listener.Accept()
-			if err != nil {
-				return
-			}
-			serving.Go(func() {
-				defer near.Close()
-				if near.(*tls.Conn).Handshake() != nil {
-					return
-				}
-				far, err := net.Dial("tcp", to)
-				if err != nil {
-					return
-				}
-				go func() {
-					io.Copy(far, near)
-					far.Close()
-				}()
-				io.Copy(near, far)
-			})
-		}
-	})
-	t.Cleanup(func() {
-		listener.Close()
-		serving.Wait()
-	})
-	return listener.Addr().String()
-}
-
 func TestMutualTLSLetsInWhoHasACertificateAndNobodyElse(t *testing.T) {
 	trusted, strange := newAuthority(t), newAuthority(t)
 	trusted.sign(t, "server", time.Hour)
 	trusted.sign(t, "client", time.Hour)
 	trusted.sign(t, "expired", -time.Hour)
 	strange.sign(t, "client", time.Hour)
-	address := startTLS(t, sharedServer(t), trusted)
+	address := startServer(t, "--tls-cert", trusted.path("server.pem"), "--tls-key", trusted.path("server.key"),
+		"--tls-client-ca", trusted.path("ca.pem"))
 
 	mutual := func(ca, certificate, key string) Options {
 		config, err := TLSFromFiles(ca, certificate, key)

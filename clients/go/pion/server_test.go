@@ -1,11 +1,9 @@
 package pion
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"crypto/sha256"
-	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -13,13 +11,11 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
-	"time"
 
+	"pion-grpc/clients/go/internal/realserver"
 	"pion-grpc/clients/go/wire"
 )
 
@@ -28,68 +24,10 @@ const (
 	sampleModel                             = "mlx1:00000000000000000000000000000000"
 )
 
-// repository is the top of the clone; its .venv, made by `make setup`, has server and Python client.
-var repository = filepath.Join("..", "..", "..")
-
-func venv(t testing.TB, name string) string {
-	t.Helper()
-	path, err := filepath.Abs(filepath.Join(repository, ".venv", "bin", name))
-	if err == nil {
-		_, err = os.Stat(path)
-	}
-	if err != nil {
-		t.Fatalf("`make setup` first: %v", err)
-	}
-	return path
-}
-
 // startServer starts a real server with a directory of its own; it ends with the test.
 func startServer(t testing.TB, flags ...string) (address string) {
 	t.Helper()
-	directory, err := os.MkdirTemp("/tmp", "pion-") // short: a path of a Unix socket has 104 bytes
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { os.RemoveAll(directory) })
-	arguments := []string{"serve", "--data", filepath.Join(directory, "data"), "--listen", "127.0.0.1:0", "--drain-ms", "0"}
-	command := exec.Command(venv(t, "pion-grpc"), append(arguments, flags...)...)
-	output, err := command.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	command.Stderr = command.Stdout
-	if err := command.Start(); err != nil {
-		t.Fatal(err)
-	}
-	ready, log := make(chan string, 1), &strings.Builder{}
-	var reading sync.WaitGroup
-	reading.Go(func() {
-		for lines := bufio.NewScanner(output); lines.Scan(); {
-			log.WriteString(lines.Text() + "\n")
-			var entry struct{ Event, GRPC string }
-			if json.Unmarshal(lines.Bytes(), &entry) == nil && entry.Event == "ready" {
-				ready <- entry.GRPC
-			}
-		}
-		close(ready)
-	})
-	t.Cleanup(func() {
-		command.Process.Signal(syscall.SIGTERM)
-		reading.Wait()
-		if err := command.Wait(); err != nil {
-			t.Errorf("the server ended with %v:\n%s", err, log)
-		}
-	})
-	select {
-	case address = <-ready:
-	case <-time.After(30 * time.Second):
-	}
-	if address == "" {
-		command.Process.Kill()
-		reading.Wait()
-		t.Fatalf("the server did not start:\n%s", log)
-	}
-	return address
+	return realserver.Start(t, flags...)
 }
 
 // shared is the server of tests that use names of their own.
@@ -296,7 +234,7 @@ func (l *link) serve(near, far net.Conn) {
 func peer(t testing.TB, arguments ...string) string {
 	t.Helper()
 	script := filepath.Join("testdata", "peer.py")
-	command := exec.CommandContext(context.Background(), venv(t, "python"), append([]string{script}, arguments...)...)
+	command := exec.CommandContext(context.Background(), realserver.Tool(t, "python"), append([]string{script}, arguments...)...)
 	var errors bytes.Buffer
 	command.Stderr = &errors
 	output, err := command.Output()

@@ -1,0 +1,286 @@
+// Command pionctl shows the Go client in use: it lists and describes what a server stores, and moves
+// prefixes between servers and files. The files are those of `pion-grpc export` and `import`.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"pion-grpc/clients/go/internal/segment"
+	"pion-grpc/clients/go/pion"
+	"pion-grpc/clients/go/wire"
+)
+
+const usage = `Usage: pionctl [flags] command
+
+Commands:
+  ls [PREFIX]      list what is stored under names that begin so
+  stat [NAME]      describe a prefix; without a name, the server and its receipt
+  get NAME FILE    write a prefix as a safetensors file
+  put FILE [NAME]  store the prefix of such a file
+
+The password comes from PION_PASSWORD; the other flags' defaults from PION_ADDRESS, PION_TENANT,
+PION_TLS_CA, PION_TLS_CERT and PION_TLS_KEY.
+
+Flags:
+`
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	if err := run(ctx, os.Args[1:], os.Stdout, os.Stderr); err != nil {
+		if !errors.Is(err, flag.ErrHelp) {
+			fmt.Fprintln(os.Stderr, "pionctl:", err)
+		}
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, arguments []string, out, notes io.Writer) error {
+	flags := flag.NewFlagSet("pionctl", flag.ContinueOnError)
+	flags.SetOutput(notes)
+	flags.Usage = func() {
+		fmt.Fprint(notes, usage)
+		flags.PrintDefaults()
+	}
+	address := flags.String("address", orElse(os.Getenv("PION_ADDRESS"), "127.0.0.1:50051"), "HOST:PORT or unix:PATH of the server")
+	tenant := flags.String("tenant", os.Getenv("PION_TENANT"), "the tenant")
+	authorities := flags.String("tls-ca", os.Getenv("PION_TLS_CA"), "encrypt, and trust the certificates of this PEM `file`; \"system\": the system's")
+	certificate := flags.String("tls-cert", os.Getenv("PION_TLS_CERT"), "show the certificate of this PEM `file`")
+	key := flags.String("tls-key", os.Getenv("PION_TLS_KEY"), "the certificate's key, a PEM `file`")
+	replace := flags.Bool("replace", false, "put: replace what the name holds; get: replace the file")
+	if err := flags.Parse(arguments); err != nil {
+		return err
+	}
+	options := pion.Options{Tenant: *tenant, Password: os.Getenv("PION_PASSWORD")}
+	if *authorities != "" || *certificate != "" {
+		config, err := pion.TLSFromFiles(strings.TrimPrefix(*authorities, "system"), *certificate, *key)
+		if err != nil {
+			return err
+		}
+		options.TLS = config
+	}
+	client, err := pion.Dial(*address, options)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+
+	command, rest := flags.Arg(0), flags.Args()[min(1, flags.NArg()):]
+	switch {
+	case command == "ls" && len(rest) <= 1:
+		return list(ctx, client, strings.Join(rest, ""), out)
+	case command == "stat" && len(rest) == 0:
+		return describe(ctx, client, out)
+	case command == "stat" && len(rest) == 1:
+		return stat(ctx, client, rest[0], out)
+	case command == "get" && len(rest) == 2:
+		return get(ctx, client, rest[0], rest[1], *replace, out, notes)
+	case command == "put" && (len(rest) == 1 || len(rest) == 2):
+		return put(ctx, client, rest[0], strings.Join(rest[1:], ""), *replace, out)
+	}
+	flags.Usage()
+	return flag.ErrHelp
+}
+
+func list(ctx context.Context, client *pion.Client, prefix string, out io.Writer) error {
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	defer table.Flush()
+	fmt.Fprintln(table, "NAME\tTOKENS\tBYTES\tFIDELITY\tPARENT\tCREATED")
+	for info, err := range client.List(ctx, prefix) {
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(table, "%s\t%d\t%d\t%s\t%s\t%s\n", printable(info.Namespace), info.TokenCount, info.StoredBytes,
+			info.Fidelity, printable(info.Parent), info.Created.Format(time.DateTime))
+	}
+	return nil
+}
+
+func stat(ctx context.Context, client *pion.Client, name string, out io.Writer) error {
+	info, err := stored(ctx, client, name)
+	if err != nil {
+		return err
+	}
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	defer table.Flush()
+	fmt.Fprintf(table, "name\t%s\nmodel\t%s\nstate\t%v\ntokens\t%d\nparent\t%s\nbase\t%d\nbytes stored\t%d\nbytes of rows\t%d\nfidelity\t%s\ncreated\t%s\n",
+		printable(info.Namespace), printable(info.Model), info.State, info.TokenCount, printable(info.Parent), info.Base,
+		info.StoredBytes, info.RowBytes, info.Fidelity, info.Created.Format(time.RFC3339))
+	for _, tensor := range info.Layout {
+		fmt.Fprintf(table, "%s\t%d x %d %v, %s\n", tensor.Name(), tensor.Heads, tensor.HeadDim, tensor.DType, tensor.CodecName())
+	}
+	for _, part := range info.Parts {
+		fmt.Fprintf(table, "part %s.%d\t%d bytes at %d tokens\n", printable(part.Kind), part.Slot, part.SizeBytes, part.BoundaryTokens)
+	}
+	return nil
+}
+
+func describe(ctx context.Context, client *pion.Client, out io.Writer) error {
+	server, err := client.Describe(ctx)
+	if err != nil {
+		return err
+	}
+	receipt, err := client.Stats(ctx)
+	if err != nil {
+		return err
+	}
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	defer table.Flush()
+	fmt.Fprintf(table, "version\t%s\nprefixes\t%d\nrows\t%d\nbytes on disk\t%d of %d\nattention\t%s\n",
+		server.GetVersion(), server.GetPrefixCount(), server.GetRowCount(), server.GetDiskUsedBytes(),
+		server.GetDiskBudgetBytes(), orElse(server.GetAttendBackend(), "off"))
+	fmt.Fprintf(table, "hits\t%d\nmisses\t%d\ntokens served\t%d\nprefill avoided\t%.1f s, %.1f s of it measured\n",
+		receipt.GetHits(), receipt.GetMisses(), receipt.GetTokensServed(), receipt.GetPrefillSecondsAvoided(),
+		receipt.GetPrefillSecondsAvoidedMeasured())
+	return nil
+}
+
+// stored returns what is stored under a name. List asks without counting a hit or a miss.
+func stored(ctx context.Context, client *pion.Client, name string) (pion.PrefixInfo, error) {
+	for info, err := range client.List(ctx, name) {
+		if err != nil || info.Namespace == name {
+			return info, err
+		}
+		break // of all names that begin so, itself would be the first
+	}
+	return pion.PrefixInfo{}, fmt.Errorf("nothing is stored as %q", name)
+}
+
+// get writes to a name beside the file; only what is complete takes the file's name.
+func get(
+	ctx context.Context, client *pion.Client, name, file string, replace bool, out, notes io.Writer,
+) (err error) {
+	info, err := stored(ctx, client, name)
+	if err != nil {
+		return err
+	}
+	if info.Fidelity != wire.RawFidelity {
+		return fmt.Errorf("%q is stored with loss (%s): `pion-grpc export` writes it as it is", name, info.Fidelity)
+	}
+	if _, err := os.Lstat(file); err == nil && !replace {
+		return fmt.Errorf("%s exists: -replace replaces it", file)
+	}
+	scratch, err := os.CreateTemp(filepath.Dir(file), "."+filepath.Base(file)+".*")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		scratch.Close()
+		if err != nil {
+			os.Remove(scratch.Name())
+		}
+	}()
+	request := pion.FetchRequest{Namespace: name}
+	for _, part := range info.Parts {
+		if part.BoundaryTokens == info.TokenCount {
+			request.PartKinds = append(request.PartKinds, part.Kind)
+		} else {
+			fmt.Fprintf(notes, "pionctl: part %s.%d at %d tokens is left out: it is not the end\n", printable(part.Kind), part.Slot, part.BoundaryTokens)
+		}
+	}
+	var writer *segment.Writer
+	prefix, err := client.FetchTo(ctx, request, writing(func(data []byte) (int, error) { return writer.Write(data) }),
+		func(announced *pion.Prefix) (err error) {
+			writer, err = segment.NewWriter(scratch, segmentOf(announced))
+			return err
+		})
+	if err != nil {
+		return err
+	}
+	if !prefix.Hit {
+		return fmt.Errorf("%q is not stored any more: %v", name, prefix.Reason)
+	}
+	if err := writer.Finish(prefix.TokenIDs); err != nil {
+		return err
+	}
+	if err := errors.Join(scratch.Sync(), scratch.Close()); err != nil {
+		return err
+	}
+	if err := os.Rename(scratch.Name(), file); err != nil {
+		return err
+	}
+	fmt.Fprintf(out, "%s: %d tokens, written to %s\n", printable(name), prefix.End, file)
+	return nil
+}
+
+func segmentOf(announced *pion.Prefix) *segment.Segment {
+	s := &segment.Segment{
+		Rows: announced.End, Tokens: uint64(len(announced.TokenIDs)), Model: announced.Info.Model,
+		Namespace: announced.Info.Namespace,
+	}
+	for _, tensor := range announced.Tensors {
+		s.Layout = append(s.Layout, tensor.Layout)
+	}
+	for _, part := range announced.Parts {
+		s.Parts = append(s.Parts, part.PartInfo)
+	}
+	return s
+}
+
+func put(ctx context.Context, client *pion.Client, file, name string, replace bool, out io.Writer) error {
+	opened, err := os.Open(file)
+	if err != nil {
+		return err
+	}
+	defer opened.Close()
+	facts, err := opened.Stat()
+	if err != nil {
+		return err
+	}
+	reader, err := segment.Open(opened, facts.Size())
+	if err == nil {
+		err = reader.Check() // as a whole, before its first byte is sent
+	}
+	if err != nil {
+		return fmt.Errorf("%s: nothing was stored: %w", file, err)
+	}
+	request, err := reader.Request()
+	if err != nil {
+		return fmt.Errorf("%s: nothing was stored: %w", file, err)
+	}
+	request.Namespace = orElse(name, request.Namespace)
+	request.Replace = replace
+	request.Durability = pion.DurabilityDisk
+	stored, err := client.Store(ctx, request)
+	if err != nil {
+		return err
+	}
+	what := "is stored, and on disk"
+	if stored.AlreadyStored {
+		what = "was stored already"
+	}
+	fmt.Fprintf(out, "%s: %d tokens; %s\n", printable(stored.Namespace), stored.TokenCount, what)
+	return nil
+}
+
+// writing is a function as a writer: what it writes to is known only when the prefix is announced.
+type writing func(data []byte) (int, error)
+
+func (w writing) Write(data []byte) (int, error) { return w(data) }
+
+// printable keeps names from steering the terminal.
+func printable(text string) string {
+	return strings.Map(func(char rune) rune {
+		if char < ' ' || (char >= 0x7f && char < 0xa0) {
+			return '\ufffd'
+		}
+		return char
+	}, text)
+}
+
+func orElse(text, otherwise string) string {
+	if text == "" {
+		return otherwise
+	}
+	return text
+}
