@@ -89,7 +89,7 @@ def calls(context: Context) -> list[Result]:
                         bound,
                     )
                 )
-        results += _while_storing(context, server, client)
+        results.append(_while_storing(context, server, client))
     return results
 
 
@@ -152,32 +152,35 @@ def first_token(context: Context) -> list[Result]:
 # Of `calls`
 
 
-def _while_storing(context: Context, server: Server, client: Client) -> list[Result]:
-    """A query's p99 while another client uploads 64 MiB again and again, 1 GB in all."""
-    entry = entry_of(ROWS, 64)
-    client.attend_store("bench", 0, entry.k, entry.v)
-    ask = _asking(client, entry)
+def while_storing(
+    context: Context, what: str, ask: Callable[[], object], store: Callable[[Entry, int], None]
+) -> Result:
+    """A query's p99 while another client stores 64 MiB again and again, 1 GB in all."""
     alone = [timed(ask) for _ in range(1_000)]
     large = entry_of(16_384, 64)
     uploads = 4 if context.quick else 16
-    done = threading.Event()
-
-    def upload() -> None:
-        with Client(server.address) as other:
-            for _ in range(uploads):
-                other.attend_store("large", 0, large.k, large.v)
-        done.set()
-
-    thread = threading.Thread(target=upload)
+    thread = threading.Thread(target=store, args=(large, uploads))
     busy = []
     with context.waiting("queries while another client stores"):
         thread.start()
-        while not done.is_set():
+        while thread.is_alive():
             busy.append(timed(ask))
         thread.join()
-    what = f"query {entry.shape_text} while another client stores {uploads * 64} MiB: p99"
+    what = f"{what} while another client stores {uploads * 64} MiB: p99"
     sides = microseconds("meanwhile", busy), microseconds("alone", alone)
-    return [Result(what, "µs", *sides, fraction=0.99)]
+    return Result(what, "µs", *sides, fraction=0.99)
+
+
+def _while_storing(context: Context, server: Server, client: Client) -> Result:
+    entry = entry_of(ROWS, 64)
+    client.attend_store("bench", 0, entry.k, entry.v)
+
+    def store(large: Entry, uploads: int) -> None:
+        with Client(server.address) as other:
+            for _ in range(uploads):
+                other.attend_store("large", 0, large.k, large.v)
+
+    return while_storing(context, f"query {entry.shape_text}", _asking(client, entry), store)
 
 
 # Of `bulk`

@@ -30,6 +30,7 @@ from pion_grpc.cli.bench.attend import (
     ids_of,
     median,
     microseconds,
+    while_storing,
 )
 from pion_grpc.cli.bench.measuring import Context, Side, timed
 from pion_grpc.cli.bench.models import QUESTION_TOKENS, Loaded, ModelProcess
@@ -41,12 +42,14 @@ QUERIES = 10
 
 
 def calls(context: Context) -> list[Result]:
-    """One query over RESP and over the binary lane; K and V sent once, and with every query."""
-    with _attending(context) as (resp, lane):
+    """One query over RESP and over the lane, also during a store; K and V sent once, and each time."""
+    with _attending(context) as (address, resp, lane):
         results = []
         for dim in DIMS:
             results += _beyond(context, resp, lane, entry_of(ROWS, dim))
-        return [*results, *_sent_once(context, resp, entry_of(ROWS, 64))]
+        entry = entry_of(ROWS, 64)
+        results += _sent_once(context, resp, entry)
+        return [*results, _while_storing(context, address, resp, entry)]
 
 
 def first_token(context: Context) -> list[Result]:
@@ -100,9 +103,9 @@ class _Resp:
         body: bytes = self._file.read(int(line[1:]) + 2)
         return body[:-2]
 
-    def store(self, entry: Entry) -> None:
+    def store(self, entry: Entry, session: str = "bench") -> None:
         sides = entry.k.tobytes(), entry.v.tobytes()
-        self.call("ATTEND.PREFIX.STORE", "bench", 0, *entry.k.shape, *sides)
+        self.call("ATTEND.PREFIX.STORE", session, 0, *entry.k.shape, *sides)
 
     def query(self, entry: Entry) -> bytes:
         heads, rows, dim = entry.k.shape
@@ -206,6 +209,16 @@ def _sent_once(context: Context, resp: _Resp, entry: Entry) -> list[Result]:
     ]
 
 
+def _while_storing(context: Context, address: str, resp: _Resp, entry: Entry) -> Result:
+    def store(large: Entry, uploads: int) -> None:
+        with contextlib.closing(_Resp(address)) as other:
+            for _ in range(uploads):
+                other.store(large, "large")
+
+    what = f"query {entry.shape_text}, RESP"
+    return while_storing(context, what, partial(resp.query, entry), store)
+
+
 # Of `first_token`
 
 Way = Literal["binary lane", "RESP", "rows fetched", "cold"]
@@ -293,13 +306,14 @@ def _first(
 
 
 @contextlib.contextmanager
-def _attending(context: Context) -> Iterator[tuple[_Resp, _Lane]]:
-    """Connections to a server that computes on NumPy, and a BLAS as the server has it."""
+def _attending(context: Context) -> Iterator[tuple[str, _Resp, _Lane]]:
+    """A server that computes on NumPy, connections to it, and a BLAS as it has it."""
     flags = ("--attend", "numpy", "--resp", "127.0.0.1:0")
     with contextlib.ExitStack() as stack:
         stack.enter_context(threadpoolctl.threadpool_limits(1, "blas"))
         address = _resp_address(stack.enter_context(Server(context.scratch / "data", *flags)))
         yield (
+            address,
             stack.enter_context(contextlib.closing(_Resp(address))),
             stack.enter_context(contextlib.closing(_Lane(address))),
         )
