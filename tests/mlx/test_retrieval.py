@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from pion_client.mlx import HybridRetrievalCache
+from pion_client.positions import PositionsFixed
 from pion_grpc.cli.decode import greedy
 from tests.mlx.families import build, tokens
 
@@ -106,6 +108,23 @@ def test_no_room_for_rows_to_come_is_held(retrieval):
     assert cache[0].keys.shape[2] == len(CHUNK)
 
 
+def test_rows_of_a_quantised_cache_do_not_become_others(tmp_path):
+    model = build("llama", hidden_size=256)
+
+    def quantised(model):
+        return [QuantizedKVCache(group_size=32, bits=8) for _ in model.layers]
+
+    with HybridRetrievalCache(model, make_cache=quantised, directory=tmp_path) as retrieval:
+        retrieval.ingest("c", CHUNK)
+        expected = quantised(model)
+        model(mx.array([CHUNK]), cache=expected)
+        assert_continues_as(model, retrieval.prepare("c", SUFFIX)[0], expected)
+        with pytest.raises(PositionsFixed, match="QuantizedKVCache: it has no rows to move"):
+            retrieval.set_shared_stub(SUFFIX)
+    with HybridRetrievalCache(model, directory=tmp_path) as plain:
+        assert not plain.has("c")
+
+
 # Which chunk it is
 
 
@@ -188,6 +207,31 @@ def test_memory_does_not_grow_beyond_its_limit_and_no_chunk_is_lost(model):
         assert (big.computed, big.kept) == (True, False)
         assert retrieval.prepare("big", SUFFIX)[0][0].offset == 200
         assert retrieval.stats()["held_bytes"] <= 2 * one
+
+
+def test_threads_do_not_get_each_others_chunks(model):
+    chunks = {str(number): tokens(20 + number, seed=number) for number in range(6)}
+    expected = {name: run(model, ids, SUFFIX)[1].tolist() for name, ids in chunks.items()}
+    with HybridRetrievalCache(model) as roomy:
+        roomy.ingest("0", chunks["0"])
+        room = 3 * roomy.stats()["held_bytes"]
+
+    def work(retrieval, seed):
+        for name in np.random.default_rng(seed).choice(list(chunks), 30):
+            retrieval.ingest(str(name), chunks[name])
+            cache, rest = retrieval.prepare(str(name), SUFFIX)
+            logits = model(mx.array([rest]), cache=cache)[0, -1]
+            assert logits.tolist() == expected[name]
+
+    with (
+        HybridRetrievalCache(model, memory_bytes_max=room) as retrieval,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        for done in [pool.submit(work, retrieval, seed) for seed in range(4)]:
+            done.result()
+        stats = retrieval.stats()
+        assert stats["held_bytes"] <= room
+        assert stats["forgotten"] > 0
 
 
 # Restarts

@@ -9,7 +9,7 @@ import textwrap
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from pion_client import Client
 from pion_client.errors import PionError, Unavailable
@@ -102,6 +102,25 @@ def test_a_lossy_chunk_is_not_served_to_whom_asks_for_every_bit(client, vquant):
         cache, rest = exact.prepare("c", SUFFIX)
         assert answer(model, cache, rest) == expected(model, CHUNK)
     assert len(names(client)) == 2
+
+
+def test_a_chunk_in_a_quantised_cache_is_not_that_of_plain_rows(client):
+    model = build("llama", hidden_size=256)
+
+    def quantised(model):
+        return [QuantizedKVCache(group_size=32, bits=8) for _ in model.layers]
+
+    ways = {"backend": "pion", "client": client}
+    with HybridRetrievalCache(model, make_cache=quantised, **ways) as first:
+        assert first.ingest("c", CHUNK).kept
+    with HybridRetrievalCache(model, make_cache=quantised, **ways) as second:
+        whole = quantised(model)
+        model(mx.array([CHUNK]), cache=whole)
+        cache, rest = second.prepare("c", SUFFIX)
+        assert answer(model, cache, rest) == answer(model, whole)
+        assert second.stats()["prompt_cache"]["tokens_prefilled"] == 0
+    with HybridRetrievalCache(model, **ways) as plain:
+        assert not plain.has("c")
 
 
 OTHER_PROCESS = """

@@ -72,15 +72,19 @@ def _turn(rotation: Rotation, delta: int) -> tuple[np.ndarray, np.ndarray]:
     return np.cos(twice).astype(np.float32), np.sin(twice).astype(np.float32)
 
 
-def rotations(model: Any) -> list[Rotation]:
+def rotations(model: Any, cache: Sequence[Any] | None = None) -> list[Rotation]:
     """Returns the rotation of every slot of a model whose keys can be moved.
 
     The model runs on eight tokens, twice.
 
+    Args:
+        model: a loaded mlx-lm model.
+        cache: an empty one as its keys are kept in; by default mlx-lm's own.
+
     Raises:
         PositionsFixed: they cannot be.
     """
-    cache = make_prompt_cache(model)
+    cache = make_prompt_cache(model) if cache is None else cache
     for slot, one in enumerate(cache):
         if type(one) is not KVCache:
             raise PositionsFixed(f"slot {slot} is a {type(one).__name__}: it has no rows to move")

@@ -24,7 +24,7 @@ stub's tokens): another model, or this one with other weights, has chunks of its
 import collections
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -35,6 +35,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from pion_client import identity, positions
 from pion_client.arrays import mlx_core
+from pion_client.bundles import cache_suffix
 from pion_client.chunks import Backend, Cache, Compute, Held, Key, Known, Manifest, compact
 from pion_client.positions import PositionsFixed, Rotation
 from pion_wire import blocks
@@ -96,6 +97,8 @@ class HybridRetrievalCache:
         directory: where the manifest is written, one small file per chunk, so that a restart does not
             forget it; processes may share it. Without one it is in memory, but a server knows the
             tokens of what it keeps anyway.
+        make_cache: makes an empty cache for the model, instead of mlx-lm's `make_prompt_cache`; such as
+            one of `QuantizedKVCache`. Chunks in it are others than those in plain rows.
         memory_bytes_max: what `inproc` holds at most; the least recently used goes first and is
             computed again when it is asked for.
         address: of the server, `host:port` or `unix:/path`; by default PION_ADDRESS of the
@@ -118,6 +121,7 @@ class HybridRetrievalCache:
         vquant: str = "raw",
         model_id: str | None = None,
         directory: str | os.PathLike[str] | None = None,
+        make_cache: Callable[[Any], Cache] | None = None,
         memory_bytes_max: int = MEMORY_BYTES_MAX,
         address: str | None = None,
         client: "Client | None" = None,
@@ -127,6 +131,8 @@ class HybridRetrievalCache:
         self._model = model
         self._model_id = model_id
         self._vquant = vquant
+        self._make_cache = make_cache or make_prompt_cache
+        self._suffix = "+" + cache_suffix(make_cache(model)) if make_cache else ""
         if model_id is None:
             identity.begin(model)  # off the path of the first chunk
         self._backend: Backend
@@ -139,6 +145,7 @@ class HybridRetrievalCache:
                 client=client,
                 vquant=vquant,
                 model_id=model_id,
+                make_cache=make_cache,
                 deadline_s=deadline_s,
             )
         elif backend == "inproc":
@@ -172,8 +179,7 @@ class HybridRetrievalCache:
 
     def has(self, chunk_id: str) -> bool:
         """Whether `prepare` knows this chunk, for this model; False too if only a silent server does."""
-        key = self._key(chunk_id)
-        return self._manifest.get(key) is not None or self._backend.has(key)
+        return self._has(self._key(chunk_id))
 
     def prepare(self, chunk_id: str, suffix_ids: Sequence[int]) -> tuple[Cache, list[int]]:
         """Returns a cache of a chunk, and the tokens to run on it: those that follow the chunk.
@@ -197,6 +203,8 @@ class HybridRetrievalCache:
 
     def evict(self, chunk_id: str) -> bool:
         """Forgets a chunk and its packs, here and on the server; says whether there was anything.
+
+        What another process has in a manifest of its own it still knows, and computes again.
 
         Raises:
             PionError: the server is out of reach; nothing is forgotten here either.
@@ -233,13 +241,12 @@ class HybridRetrievalCache:
             ValueError: there are no token ids, or they are none.
         """
         stub = self._current_stub()
-        key = self._key(chunk_id, stub.token_ids)
+        key = self._pack_key(chunk_id, stub)
         return self._ingested(key, _packed(chunk_ids), self._computed_behind(stub))
 
     def has_pack(self, chunk_id: str) -> bool:
         """Whether `prepare_multi` knows this chunk behind the present stub; otherwise as `has`."""
-        key = self._key(chunk_id, self._current_stub().token_ids)
-        return self._manifest.get(key) is not None or self._backend.has(key)
+        return self._has(self._pack_key(chunk_id, self._current_stub()))
 
     def prepare_multi(
         self, chunk_ids: Sequence[str], suffix_ids: Sequence[int], *, max_packs: int = PACKS_MAX
@@ -265,8 +272,8 @@ class HybridRetrievalCache:
         rest = blocks.unpack_token_ids(_packed(suffix_ids))
         stub = self._current_stub()
         compute = self._computed_behind(stub)
-        packs = [self._cache(self._key(name, stub.token_ids), compute) for name in chunk_ids]
-        cache = _composed(make_prompt_cache(self._model), stub, packs)
+        packs = [self._cache(self._pack_key(name, stub), compute) for name in chunk_ids]
+        cache = _composed(self._make_cache(self._model), stub, packs)
         self._counts["composed"] += 1
         return cache, rest
 
@@ -302,14 +309,18 @@ class HybridRetrievalCache:
     ) -> None:
         self.close()
 
-    def _key(self, chunk_id: str, stub: bytes = b"") -> Key:
-        if not isinstance(chunk_id, str):
-            raise TypeError(f"a chunk's id is a text, not {chunk_id!r}")
-        return Key(chunk_id, self._identity(), stub, self._vquant)
+    def _key(self, chunk_id: str) -> Key:
+        return Key(_text(chunk_id), self._identity(), b"", self._vquant)
+
+    def _pack_key(self, chunk_id: str, stub: Stub) -> Key:
+        return Key(_text(chunk_id), stub.model_id, stub.token_ids, self._vquant)
 
     def _identity(self) -> str:
         mlx_core()
-        return self._model_id or identity.model_id(self._model)
+        return (self._model_id or identity.model_id(self._model)) + self._suffix
+
+    def _has(self, key: Key) -> bool:
+        return self._manifest.get(key) is not None or self._backend.has(key)
 
     def _ingested(self, key: Key, token_ids: bytes, compute: Compute) -> Ingested:
         known = self._manifest.get(key)
@@ -341,11 +352,14 @@ class HybridRetrievalCache:
     def _made_stub(self, token_ids: bytes) -> Stub:
         model_id = self._identity()
         if self._movable is None or self._movable[0] != model_id:
-            self._movable = model_id, positions.rotations(self._model)
+            self._movable = (
+                model_id,
+                positions.rotations(self._model, self._make_cache(self._model)),
+            )
         return Stub(token_ids, model_id, self._computed(token_ids), self._movable[1])
 
     def _computed(self, token_ids: bytes) -> Cache:
-        return compact(self._prefilled(make_prompt_cache(self._model), token_ids))
+        return compact(self._prefilled(self._make_cache(self._model), token_ids))
 
     def _computed_behind(self, stub: Stub) -> Compute:
         def compute(token_ids: bytes) -> Cache:
@@ -375,6 +389,12 @@ def _composed(cache: Cache, stub: Stub, packs: Sequence[Cache]) -> Cache:
         mine.update_and_fetch(mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2))
     mx.eval([slot.state for slot in cache])
     return cache
+
+
+def _text(chunk_id: str) -> str:
+    if not isinstance(chunk_id, str):
+        raise TypeError(f"a chunk's id is a text, not {chunk_id!r}")
+    return chunk_id
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

@@ -9,7 +9,7 @@ A server that is silent costs one deadline, then nobody asks it for a while.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pion_client.breaker import Breaker
@@ -39,7 +39,7 @@ class Served:
     Args:
         model: a loaded mlx-lm model.
         address, client: where; see `HybridRetrievalCache`.
-        vquant, model_id, deadline_s: as for `PionPromptCache`.
+        vquant, model_id, make_cache, deadline_s: as for `PionPromptCache`.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Served:
         client: Client | None,
         vquant: str,
         model_id: str | None,
+        make_cache: Callable[[Any], Cache] | None,
         deadline_s: float,
     ) -> None:
         if address and client:
@@ -64,7 +65,12 @@ class Served:
             self._client = client
             self._prompt_cache = owned.enter_context(
                 PionPromptCache(
-                    model, client=client, vquant=vquant, model_id=model_id, deadline_s=deadline_s
+                    model,
+                    client=client,
+                    vquant=vquant,
+                    model_id=model_id,
+                    make_cache=make_cache,
+                    deadline_s=deadline_s,
                 )
             )
             self._owned = owned.pop_all()
