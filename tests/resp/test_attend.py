@@ -17,12 +17,12 @@ from pion_grpc.core.access import Access
 from pion_wire.v1 import attend_pb2 as pb
 from tests.conftest import ServerProcess
 from tests.resp.conftest import Resp
-from tests.resp.lane import ERROR, FUSED, OK, Lane, fused_body
+from tests.resp.lane import ERROR, FUSED, OK, Lane, framed, fused_body
 from tests.resp.wire import Refused, Wire, Word, fields
 from tests.server.test_attend import AttendWire, Case, normal, pair, query, rng, stored_floats
 
 Array = npt.NDArray[Any]
-ROOM = 1 << 26
+ROOM = 1 << 28
 COLD = Refused("COLDMISS session evicted to cold tier (call KV.PREFIX.WARM)")
 
 
@@ -161,9 +161,19 @@ def questions(case: Case) -> dict[str, Question]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(8))
-def test_no_query_is_answered_wrongly_on_either_lane(wire: Wire, lane: Lane, number: int) -> None:
-    case = Case(number)
+def large(number: int) -> Case:
+    """A case near the largest sizes that models have."""
+    case, dice = Case(number), rng("large", number)
+    case.number = 1_000 + number
+    case.dim = int(dice.integers(256, 513))
+    case.rows = int(dice.integers(2_000, 4_097))
+    case.window = int(dice.choice([0, 1, case.rows - 1, case.rows, case.rows + 1]))
+    case.block_rows = int(dice.integers(1, 200))
+    return case
+
+
+@pytest.mark.parametrize("case", [*map(Case, range(8)), *map(large, range(3))], ids=str)
+def test_no_query_is_answered_wrongly_on_either_lane(wire: Wire, lane: Lane, case: Case) -> None:
     put(wire, str(case), case.pair)
     for kind, question in questions(case).items():
         want = reference(*case.pair, question.reference)
@@ -226,6 +236,31 @@ def test_the_logarithm_of_the_sum_follows_several_rows_and_never_one(wire: Wire)
         batch = wire("ATTEND.QUERYBATCH", 2, 50, 16, 1, q.tobytes(), k.tobytes(), v.tobytes())
         assert batch == reply, "a query that brings K and V is answered otherwise"
     assert wire("ATTEND.PREFIX.LOOKUP", "zero", 1) == "MISS", "something became resident"
+
+
+def test_a_head_without_a_usable_index_gives_zeros(wire: Wire) -> None:
+    rows, q = pair("none"), normal("none")
+    put(wire, "none", rows)
+    table, counts = np.array([[-1, 50], [3, 4]], np.int32), np.array([2, 2], np.uint32)
+    sparse = ("ATTEND.PREFIX.QUERY_SPARSE", "none", 0, 2, 16, 2, q.tobytes())
+    out = floats(wire(*sparse, table.tobytes(), counts.tobytes()), 2, 1, 16)
+    assert not out[0].any()
+    assert np.isfinite(out).all()
+    assert out[1].any()
+    nothing = floats(wire(*sparse, table.tobytes(), bytes(8)), 2, 1, 16)
+    assert not nothing.any()
+
+
+def test_without_a_suffix_a_fused_query_is_the_plain_one(wire: Wire) -> None:
+    put(wire, "plain", pair("plain", rows=100))
+    q = normal("plain").tobytes()
+    auto = wire("ATTEND.PREFIX.QUERY_SPARSE_AUTO", "plain", 0, 2, 16, 16, 2, 2, q, b"")
+    words = ("plain", 0, 2, 16, 16, 2, 2, 0, q, b"", b"", b"")
+    assert wire("ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED", *words) == auto
+    dense = wire("ATTEND.PREFIX.QUERY", "plain", 0, 2, 16, 1, q)
+    assert wire("ATTEND.PREFIX.QUERY_FUSED", "plain", 0, 2, 16, 0, 2, q, b"", b"", MAP) == dense
+    every = wire("ATTEND.PREFIX.QUERY_SPARSE_AUTO", "plain", 0, 2, 16, 16, 7, 2, q, b"")
+    np.testing.assert_allclose(floats(every, 32), floats(dense, 32), rtol=0, atol=1e-6)
 
 
 def test_a_window_is_the_callers_or_else_the_servers(start_resp: Callable[..., Resp]) -> None:
@@ -591,6 +626,19 @@ def test_rows_that_came_over_grpc_are_warmed_as_well(
         described = grpc_wire.described()
         assert (described.attend_warm, described.attend_cold) == attention(wire)[:2] == (3, 0)
     wire.close()
+
+
+def test_who_leaves_before_the_answer_takes_nobody_along(resp: Resp, wire: Wire) -> None:
+    put(wire, "leave", pair("leave", 8, 4_000, 64))
+    q = normal("leave", 8, 64, 64).tobytes()
+    frame = fused_body(b"leave", 0, (8, 64, 64), (8, 0), q + bytes(range(8)))
+    for _ in range(20):
+        leaving, lane = resp.connect(), Lane(resp.address)
+        leaving.send("ATTEND.PREFIX.QUERY", "leave", 0, 8, 64, 1, q)
+        lane.socket.sendall(framed(FUSED, frame))
+        leaving.close()
+        lane.close()
+    assert len(wire("ATTEND.PREFIX.QUERY", "leave", 0, 8, 64, 1, q)) == len(q) + 4 * 8 * 64
 
 
 def test_clients_of_one_entry_do_not_get_each_others_answers(resp: Resp, wire: Wire) -> None:
