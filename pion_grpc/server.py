@@ -28,7 +28,7 @@ from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import CannotStart, DiskFull, PionError
-from pion_grpc.resp.server import RespServer, RespSettings
+from pion_grpc.resp.server import RespServer, RespSettings, remove_dead_socket
 from pion_grpc.rpc.attend import AttendService
 from pion_grpc.rpc.prefix_store import PrefixStoreService
 from pion_grpc.rpc.service import (
@@ -247,8 +247,7 @@ class Server:
         if self._worker is not None and not self._worker.serves_grpc(listen):
             return ""
         if listen.startswith("unix:"):
-            path = Path(listen.removeprefix("unix:"))
-            _remove_dead_socket(path)
+            remove_dead_socket(Path(listen.removeprefix("unix:")))
         try:
             if certificates is None:
                 port = self._server.add_insecure_port(listen)
@@ -428,15 +427,3 @@ def tune_blas() -> None:
     """
     if "OPENBLAS_NUM_THREADS" not in os.environ:
         threadpoolctl.threadpool_limits(1, "blas")
-
-
-def _remove_dead_socket(path: Path) -> None:
-    """Removes a socket that nobody listens on any more."""
-    import socket
-
-    if not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        if probe.connect_ex(str(path)) == 0:
-            raise CannotStart(f"another server listens on {path}")
-    path.unlink()
