@@ -278,6 +278,32 @@ def test_rows_and_codes_of_one_model_are_not_taken_for_each_other(client):
         assert other.stats()["hits"] == 1
 
 
+def test_codes_are_not_served_at_their_end_only(client):
+    model, ids = families.build("llama", head_dim=32), families.tokens(200)
+    with prompt_cache(model, client, make_cache=quantised_caches) as mine:
+        mine.get_or_prefill(ids[:100])
+        assert mine.flush(WAIT_S)
+        whole = mine.get_or_prefill(ids)  # its rows behind those of the first
+        assert mine.flush(WAIT_S)
+        stats = mine.stats()
+        assert (stats["tokens_served"], stats["stores"], stats["skipped"]) == (100, 2, {})
+        assert stats["stored_as"] == "mlx_affine(4,32,f32)"
+    for export in (True, False):
+        with (
+            Client(client.address, export=export) as other_client,
+            prompt_cache(model, other_client, make_cache=quantised_caches) as other,
+        ):
+            cache, rest = other.reuse([*ids[:150], 1, 2])
+            assert (len(rest), cache[0].offset) == (2, 150)
+            for mine_side, side in zip(cache[0].keys, whole[0].keys, strict=True):
+                assert mx.array_equal(mine_side, side[..., :150, :])
+            again = other.get_or_prefill(ids)
+            assert other.stats()["lane"] == ("export" if export else "stream")
+            assert np.array_equal(decoded(model, again), decoded(model, whole))
+            whole[0].trim(32)
+            whole[1].trim(32)
+
+
 def test_attention_on_the_server_is_not_tried_for_what_is_more_than_rows(client, hybrid):
     ids = families.tokens(90)
     stored_now(hybrid, client, ids, "name", stage2=True)

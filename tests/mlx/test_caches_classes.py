@@ -1,5 +1,6 @@
 """Every cache class of mlx-lm, taken apart and put together again: the same bits, or a refusal."""
 
+import dataclasses
 import json
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from mlx_lm.models.cache import (
 )
 
 from pion_client import Part, caches
+from pion_client.adapters import arrays_of, with_arrays
 from pion_client.parts import Taken
 
 HEADS, DIM = 2, 32
@@ -80,13 +82,15 @@ def assert_same(seen, other):
 
 
 def as_fetched(rows):
+    """Rows as a fetch brings them, in MLX arrays of their own."""
+
+    def array(side):
+        if side.dtype.itemsize == 4:
+            return mx.array(side)
+        return mx.array(side.view(np.uint16)).view(mx.bfloat16)
+
     return [
-        tuple(
-            mx.array(side)
-            if side.dtype.itemsize == 4
-            else mx.array(side.view(np.uint16)).view(mx.bfloat16)
-            for side in pair
-        )
+        tuple(with_arrays(side, [array(a) for a in arrays_of(side)]) for side in pair)
         for pair in rows
     ]
 
@@ -196,12 +200,13 @@ def test_what_is_written_later_does_not_show_in_what_was_taken(name):
     written = Written(*WRITTEN[name])
     parts, rows = caches.take_parts([written.cache], written.tokens), caches.take([written.cache])
     before = [bytes(taken.part().data) for taken in parts]
-    rows_before = [[side.copy() for side in pair] for pair in rows]
+    rows_before = [[a.copy() for side in pair for a in arrays_of(side)] for pair in rows]
     for seed in range(40):
         mx.eval(list(flat(write(written.cache, 1, seed))))
     assert [bytes(taken.part().data) for taken in parts] == before
     for pair, pair_before in zip(rows, rows_before, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(pair, pair_before, strict=True))
+        now = [array for side in pair for array in arrays_of(side)]
+        assert all(np.array_equal(a, b) for a, b in zip(now, pair_before, strict=True))
 
 
 def test_recurrent_state_in_f32_and_bf16_is_not_brought_to_one_type():
@@ -331,6 +336,34 @@ def test_a_part_that_is_not_exactly_what_the_model_holds_leaves_the_cache_empty(
         copied(written, SPOILED[name])
     assert made[-1].empty()
     assert made[-1].offset == 0
+
+
+CODES = {
+    "values": lambda side: mx.zeros((HEADS, 9, DIM)),
+    "a row less": lambda side: with_arrays(side, [a[:, 1:] for a in arrays_of(side)]),
+    "a head less": lambda side: with_arrays(side, [a[:1] for a in arrays_of(side)]),
+    "an array shorter": lambda side: with_arrays(
+        side, [*arrays_of(side)[:2], arrays_of(side)[2][:, 1:]]
+    ),
+    "others": lambda side: dataclasses.replace(side, codec="mlx_affine(8,32,f32)"),
+}
+
+
+@pytest.mark.parametrize("how", CODES)
+def test_codes_that_are_not_the_models_leave_the_cache_empty(how):
+    written = Written(quantized, (9,))
+    layout = caches.layout_of([written.cache])
+    ((keys, values),) = as_fetched(caches.take([written.cache]))
+    copy = quantized()
+    with pytest.raises(caches.CacheMismatch):
+        caches.install([copy], [(keys, CODES[how](values))], layout, 9)
+    assert copy.empty()
+    rows = KVCache()
+    with pytest.raises(caches.CacheMismatch):
+        caches.install(
+            [rows], [(keys, values)], caches.layout_of([Written(KVCache, (9,)).cache]), 9
+        )
+    assert rows.empty()
 
 
 def test_one_wrong_part_does_not_leave_the_other_slots_filled():

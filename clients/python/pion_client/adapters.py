@@ -9,7 +9,7 @@ and nobody would notice before the text goes wrong. A new class is one entry mor
 
 There are two kinds of caches. Where every row from token 0 on still exists (`PlainRows`), any
 beginning of a prefix can be served from them. All others (`PartAdapter`) are kept as what they are at
-one token, and serve that boundary only: recurrent state, a window that has moved, a chunk, codes.
+one token, and serve that boundary only: recurrent state, a window that has moved, a chunk.
 
 Nothing here evaluates or copies: what is returned are lazy MLX arrays of their own, over the cache's
 memory. A cache assigns into its array *objects* in place, so each array is sliced or made contiguous
@@ -17,11 +17,14 @@ first: that is another object, whose bits stay, because MLX copies a buffer that
 writes into it.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
+
+from pion_client.values import Encoded
 
 
 class UnsupportedCache(Exception):
@@ -33,10 +36,32 @@ class CacheMismatch(Exception):
 
 
 class Rows(NamedTuple):
-    """Rows of one slot, each side of shape (kv_heads, tokens, head_dim)."""
+    """Rows of one slot: each side an array (kv_heads, tokens, head_dim), or codes (`Encoded`)."""
 
     keys: Any
     values: Any
+
+    @property
+    def nbytes(self) -> int:
+        """What they keep in memory."""
+        return sum(array.nbytes for side in self for array in arrays_of(side))
+
+    def behind(self, base: int) -> "Rows":
+        """Returns the rows from `base` on."""
+        return Rows(*(with_arrays(side, [a[:, base:] for a in arrays_of(side)]) for side in self))
+
+
+def arrays_of(side: Any) -> tuple[Any, ...]:
+    """Returns the arrays that a side of rows consists of, each (kv_heads, tokens, …)."""
+    return side.arrays if isinstance(side, Encoded) else (side,)
+
+
+def with_arrays(side: Any, arrays: Sequence[Any]) -> Any:
+    """Returns a side like another one, of other arrays."""
+    if isinstance(side, Encoded):
+        return dataclasses.replace(side, arrays=tuple(arrays))
+    (array,) = arrays
+    return array
 
 
 class Contents(NamedTuple):
@@ -115,6 +140,28 @@ class _ConcatenatedRows(PlainRows):
         return super().rows(cache)
 
 
+class _Codes(PlainRows):
+    """`QuantizedKVCache`: codes, scales and biases of each side; each row is quantised by itself."""
+
+    def rows(self, cache: Any) -> Rows | None:
+        if cache.keys is None:
+            return None
+        _one_sequence(cache, cache.keys[0])
+        return Rows(*(self._side(cache, side) for side in (cache.keys, cache.values)))
+
+    def _side(self, cache: Any, side: Sequence[mx.array]) -> Encoded:
+        used = (array[0, :, : cache.offset] for array in side)
+        try:
+            return Encoded.quantized(*used, group=cache.group_size, bits=cache.bits)
+        except ValueError as error:
+            raise UnsupportedCache(f"{type(cache).__name__}: {error}") from error
+
+    def fill(self, cache: Any, rows: Rows, token_count: int) -> None:
+        cache.keys = tuple(array[None] for array in rows.keys.arrays)
+        cache.values = tuple(array[None] for array in rows.values.arrays)
+        cache.offset = token_count
+
+
 class _Ring(_Buffers):
     """`RotatingKVCache`: the first `keep` rows and the last of a window, in the order of writing.
 
@@ -183,31 +230,6 @@ class _Chunk(_Buffers):
         cache.keys, cache.values = contents.arrays
         cache.offset = contents.numbers["offset"]
         cache.start_position = contents.numbers["start_position"]
-
-
-class _Codes(_Buffers):
-    """`QuantizedKVCache`: codes, scales and biases of each side, one of each per row and group."""
-
-    kind, class_name, token_axis = "codes", "QuantizedKVCache", 2
-    numbers = ("offset", "group_size", "bits")
-
-    def contents(self, cache: Any) -> Contents | None:
-        if cache.keys is None:
-            return None
-        _one_sequence(cache, cache.keys[0])
-        numbers = {name: int(getattr(cache, name)) for name in self.numbers}
-        used = (array[..., : cache.offset, :] for array in (*cache.keys, *cache.values))
-        return Contents(numbers, tuple(mx.contiguous(array) for array in used))
-
-    def check(self, cache: Any, contents: Contents, token_count: int) -> None:
-        _same_numbers(cache, contents.numbers, "group_size", "bits")
-        _same_offset(contents.numbers, token_count)
-        if _row_count(contents) != token_count:
-            raise CacheMismatch(f"codes of {_row_count(contents)} rows for {token_count} tokens")
-
-    def fill(self, cache: Any, contents: Contents) -> None:
-        cache.keys, cache.values = contents.arrays[:3], contents.arrays[3:]
-        cache.offset = contents.numbers["offset"]
 
 
 class _State:

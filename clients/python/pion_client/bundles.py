@@ -50,14 +50,12 @@ class Bundle(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """What it keeps in memory."""
-        rows: int = sum(side.nbytes for pair in self.rows for side in pair)
+        rows = sum(pair.nbytes for pair in self.rows)
         return rows + sum(taken.size_bytes for taken in self.taken)
 
     def layers(self, base: int = 0) -> list[Rows]:
         """Returns the rows from `base` on."""
-        if not base:
-            return self.rows
-        return [Rows(keys[:, base:], values[:, base:]) for keys, values in self.rows]
+        return [pair.behind(base) for pair in self.rows] if base else self.rows
 
     def parts(self) -> list[Part]:
         """Returns the parts as they are sent."""

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models import cache as mlx_lm_cache
 
 from pion_client.adapters import (
@@ -31,11 +30,13 @@ from pion_client.adapters import (
     Rows,
     UnsupportedCache,
     adapter_of,
+    arrays_of,
     slots_of,
+    with_arrays,
 )
 from pion_client.parts import Taken, bits_of, contents_of, describe, read_only
-from pion_client.values import Part
-from pion_wire.layout import DType, Layout, PartInfo, Side, TensorLayout
+from pion_client.values import Encoded, Part
+from pion_wire.layout import DType, Layout, LayoutError, PartInfo, Side, TensorLayout
 
 __all__ = [
     "Cache",
@@ -87,6 +88,11 @@ class Expected(NamedTuple):
     def slots(self) -> tuple[int, ...]:
         """The slots that have rows."""
         return tuple(sorted({tensor.slot for tensor in self.layout.tensors}))
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """The codecs that the cache itself keeps rows in: what is fetched is not decoded."""
+        return tuple(sorted({tensor.codec for tensor in self.layout.tensors} - {"raw"}))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -148,12 +154,20 @@ def layout_of(cache: Cache) -> Layout:
     """The rows that a filled cache holds, slot by slot. Raises UnsupportedCache."""
     tensors = []
     for slot, rows in _rows(cache):
-        for side, array in zip(Side, rows, strict=True):
-            heads, _, head_dim = array.shape
-            if array.dtype not in _DTYPES:
-                raise UnsupportedCache(f"slot {slot}: rows of {array.dtype} are not stored")
-            tensors.append(TensorLayout(slot, side, heads, head_dim, _DTYPES[array.dtype]))
+        try:
+            tensors += [_tensor(slot, side, array) for side, array in zip(Side, rows, strict=True)]
+        except LayoutError as error:
+            raise UnsupportedCache(f"slot {slot}: {error}") from error
     return Layout(tuple(tensors))
+
+
+def _tensor(slot: int, side: Side, rows: Any) -> TensorLayout:
+    if isinstance(rows, Encoded):
+        return rows.tensor(slot, side)
+    heads, _, head_dim = rows.shape
+    if rows.dtype not in _DTYPES:
+        raise UnsupportedCache(f"slot {slot}: rows of {rows.dtype} are not stored")
+    return TensorLayout(slot, side, heads, head_dim, _DTYPES[rows.dtype])
 
 
 def held(cache: Cache) -> list[Rows]:
@@ -164,7 +178,7 @@ def held(cache: Cache) -> list[Rows]:
     Raises UnsupportedCache.
     """
     rows = [rows for _, rows in _rows(cache)]
-    mx.eval(rows)
+    mx.eval([arrays_of(side) for pair in rows for side in pair])
     return rows
 
 
@@ -176,11 +190,11 @@ def take(cache: Cache) -> list[Rows]:
     Raises UnsupportedCache.
     """
     lazy = [rows for _, rows in _rows(cache)]
-    bits = [[bits_of(side) for side in rows] for rows in lazy]
+    bits = [[[bits_of(array) for array in arrays_of(side)] for side in rows] for rows in lazy]
     mx.eval(bits)
     return [
-        Rows(*(_as_numpy(array, side.dtype) for array, side in zip(pair, rows, strict=True)))
-        for pair, rows in zip(bits, lazy, strict=True)
+        Rows(*(_as_numpy(side, arrays) for side, arrays in zip(rows, pair, strict=True)))
+        for rows, pair in zip(lazy, bits, strict=True)
     ]
 
 
@@ -219,8 +233,8 @@ def install(
 
     Args:
         cache: what `make_prompt_cache` returned.
-        layers: MLX arrays (kv_heads, tokens, head_dim) of keys and values, one pair per slot that
-            has rows.
+        layers: MLX arrays (kv_heads, tokens, head_dim) of keys and values, or codes, one pair per
+            slot that has rows.
         layout: the rows that the model's cache holds (`expected`).
         tokens: how many rows every array must have, and the boundary of every part.
         parts: at least those that are needed.
@@ -299,14 +313,17 @@ def _checked_parts(
     return fill
 
 
-def _check(expected: TensorLayout, array: mx.array, tokens: int) -> None:
-    shape = (expected.heads, tokens, expected.head_dim)
-    if tuple(array.shape) != shape:
-        raise CacheMismatch(f"{expected.name}: fetched {tuple(array.shape)}, needed {shape}")
-    if _DTYPES.get(array.dtype) is not expected.dtype:
-        raise CacheMismatch(
-            f"{expected.name}: fetched {array.dtype}, needed {expected.dtype.value}"
-        )
+def _check(expected: TensorLayout, rows: Any, tokens: int) -> None:
+    arrays = arrays_of(rows)
+    if any(array.ndim != 3 or array.shape[1] != tokens for array in arrays):
+        shapes = [tuple(array.shape) for array in arrays]
+        raise CacheMismatch(f"{expected.name}: fetched {shapes}, needed {tokens} rows")
+    try:
+        found = _tensor(expected.slot, expected.side, rows)
+    except (UnsupportedCache, LayoutError) as error:
+        raise CacheMismatch(f"{expected.name}: {error}") from error
+    if found != expected or any(array.shape[0] != expected.heads for array in arrays):
+        raise CacheMismatch(f"fetched {found}, needed {expected}")
 
 
 def _rows(cache: Cache) -> Iterator[tuple[int, Rows]]:
@@ -339,6 +356,9 @@ def _arrays(adapter: PartAdapter, contents: Contents) -> tuple[Array | None, ...
     return tuple(found)
 
 
-def _as_numpy(bits: mx.array, dtype: mx.Dtype) -> np.ndarray:
-    array = read_only(bits)
-    return array.view(ml_dtypes.bfloat16) if dtype == mx.bfloat16 else array
+def _as_numpy(side: Any, bits: Sequence[mx.array]) -> Any:
+    arrays = []
+    for array, seen in zip(arrays_of(side), bits, strict=True):
+        numpy = read_only(seen)
+        arrays.append(numpy.view(ml_dtypes.bfloat16) if array.dtype == mx.bfloat16 else numpy)
+    return with_arrays(side, arrays)

@@ -482,7 +482,9 @@ class PionPromptCache(AttendByNamespace):
         if self._known is None:
             return "not stored"
         held = self._known[1]
-        rows = [self._quantised.says(held.layout)] if held.slots else []
+        rows = list(held.codecs)
+        if held.slots and not rows:
+            rows = [self._quantised.says(held.layout)]
         return ", ".join([*rows, *(f"{kind} exact" for kind in held.kinds)])
 
     # From the server into the cache
@@ -597,6 +599,7 @@ class PionPromptCache(AttendByNamespace):
             lease_id=found.lease_id,
             rows=(0, found.served),
             part_kinds=facts.held.kinds,
+            codecs=facts.held.codecs,
             as_mlx=True,
             timeout_s=self._patience_s(found),
             tries=1,

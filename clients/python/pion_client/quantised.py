@@ -55,6 +55,8 @@ class Quantised(NamedTuple):
     def _tensor(self, tensor: TensorLayout, inner: set[int]) -> TensorLayout:
         if tensor.side is Side.K or tensor.slot not in inner or not tensor.head_dim:
             return tensor
+        if tensor.codec != RAW_FIDELITY:  # the cache itself keeps codes
+            return tensor
         try:
             return dataclasses.replace(tensor, codec=self.vquant)
         except LayoutError as error:
