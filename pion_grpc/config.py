@@ -201,7 +201,10 @@ class Config:
         2 << 30, parse_bytes, "bytes that attend keeps resident", "SIZE"
     )
     attend: AttendChoice = _setting(
-        "auto", str, "attention on this server: auto, mlx, numpy or off", "BACKEND"
+        "auto",
+        str,
+        "attention on this server: auto (off with several workers), mlx, numpy or off",
+        "BACKEND",
     )
     attend_dtype: AttendDtype = _setting(
         "f32", str, "what attend keeps K and V as: f32 or f16", "TYPE"
