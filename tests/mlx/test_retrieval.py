@@ -1,5 +1,6 @@
 """What a chunk from a retrieval cache must never be: another one, half of it, changed, or lost."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
+from pion_client.chunks import Key
 from pion_client.mlx import HybridRetrievalCache
 from pion_client.positions import PositionsFixed
 from pion_grpc.cli.decode import greedy
@@ -158,6 +160,17 @@ def test_ids_that_look_alike_are_not_the_same_chunk(retrieval):
         retrieval.ingest(name, CHUNK[:count])
     for count, name in enumerate(names, start=1):
         assert retrieval.prepare(name, SUFFIX)[0][0].offset == count
+
+
+def test_the_names_under_which_others_look_do_not_change():
+    digests = hashlib.sha256("Ångström".encode()).hexdigest()[:24]
+    model = hashlib.sha256(b"mlx1:0123").hexdigest()[:16]
+    stub = hashlib.sha256(bytes([1, 0, 0, 0, 2, 0, 0, 0])).hexdigest()[:16]
+    assert Key("Ångström", "mlx1:0123").namespace == f"chunk_{digests}_{model}"
+    pack = Key("Ångström", "mlx1:0123", bytes([1, 0, 0, 0, 2, 0, 0, 0]))
+    assert pack.namespace == f"pack_{digests}_{model}_{stub}"
+    lossy = hashlib.sha256(b"mlx1:0123|int8").hexdigest()[:16]
+    assert Key("Ångström", "mlx1:0123", vquant="int8").namespace == f"chunk_{digests}_{lossy}"
 
 
 def test_a_model_with_other_weights_does_not_get_the_chunks_of_the_former():

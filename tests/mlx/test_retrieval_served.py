@@ -195,6 +195,21 @@ def test_a_chunk_that_the_server_evicted_is_not_lost(retrieval, client, model):
     assert names(client) == {namespace}
 
 
+def test_who_stored_an_evicted_chunk_again_does_not_insist_on_it(model, client):
+    with (
+        HybridRetrievalCache(model, backend="pion", client=client) as one,
+        HybridRetrievalCache(model, backend="pion", client=client) as two,
+    ):
+        namespace = one.ingest("c", CHUNK).namespace
+        two.prepare("c", SUFFIX)
+        client.drop(namespace)
+        two.prepare("c", SUFFIX)
+        one.ingest("c", OTHER)
+        for each in (two, one):
+            cache, rest = each.prepare("c", SUFFIX)
+            assert answer(model, cache, rest) == expected(model, OTHER)
+
+
 def test_an_evicted_chunk_is_gone_from_the_server_with_its_packs(retrieval, client):
     retrieval.ingest("c", CHUNK)
     kept = retrieval.ingest("d", CHUNK).namespace

@@ -21,7 +21,6 @@ and a chunk that is replaced is replaced whole. The key is the chunk's id and th
 stub's tokens): another model, or this one with other weights, has chunks of its own.
 """
 
-import collections
 import copy
 import os
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from pion_client.arrays import mlx_core
 from pion_client.bundles import cache_suffix
 from pion_client.chunks import Backend, Cache, Compute, Held, Key, Known, Manifest, compact
 from pion_client.positions import PositionsFixed, Rotation
+from pion_client.tally import Tally
 from pion_wire import blocks
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class HybridRetrievalCache:
             raise ValueError(f"backend={backend!r} is neither 'inproc' nor 'pion'")
         self._name = backend
         self._manifest = Manifest(Path(directory) if directory is not None else None)
-        self._counts: collections.Counter[str] = collections.Counter()
+        self._tally = Tally()
         self._movable: tuple[str, list[Rotation]] | None = None
         self._stub: Stub | None = None
 
@@ -198,7 +198,7 @@ class HybridRetrievalCache:
         """
         rest = blocks.unpack_token_ids(_packed(suffix_ids))
         cache = self._cache(self._key(chunk_id), self._computed)
-        self._counts["prepared"] += 1
+        self._tally.add("prepared")
         return cache, rest
 
     def evict(self, chunk_id: str) -> bool:
@@ -212,7 +212,7 @@ class HybridRetrievalCache:
         key = self._key(chunk_id)
         kept = self._backend.evict(key)
         known = self._manifest.forget(key)
-        self._counts["evicted"] += kept or known
+        self._tally.add("evicted", kept or known)
         return kept or known
 
     # Packs
@@ -274,7 +274,7 @@ class HybridRetrievalCache:
         compute = self._computed_behind(stub)
         packs = [self._cache(self._pack_key(name, stub), compute) for name in chunk_ids]
         cache = _composed(self._make_cache(self._model), stub, packs)
-        self._counts["composed"] += 1
+        self._tally.add("composed")
         return cache, rest
 
     # What happened
@@ -290,7 +290,7 @@ class HybridRetrievalCache:
         what `PionPromptCache.stats` says.
         """
         names = ("ingested", "unchanged", "replaced", "prepared", "composed", "evicted")
-        counts = {name: self._counts[name] for name in names}
+        counts = {name: self._tally.of(name) for name in names}
         own = {"backend": self._name, **counts, "known": len(self._manifest)}
         return {**own, **self._backend.stats()}
 
@@ -327,8 +327,8 @@ class HybridRetrievalCache:
         done = self._backend.keep(key, token_ids, compute)
         replaced = done.replaced or (known is not None and known.token_ids != token_ids)
         self._learned(key, known, Known(token_ids, done.kept))
-        self._counts["unchanged" if done.kept and not done.computed else "ingested"] += 1
-        self._counts["replaced"] += replaced
+        self._tally.add("unchanged" if done.kept and not done.computed else "ingested")
+        self._tally.add("replaced", replaced)
         count = len(token_ids) // 4
         return Ingested(key.chunk_id, count, key.namespace, done.computed, replaced, done.kept)
 
