@@ -57,6 +57,8 @@ ROWS = (
     ),
     Entry("state", "recurrent state against K/V rows", f"{_HERE}.hybrid:state"),
     Entry("hybrid-first-token", "first token, random hybrid", f"{_HERE}.hybrid:first_token"),
+    Entry("mesh", "Fetch direct, through Envoy, with mTLS", f"{_HERE}.mesh:fetch"),
+    Entry("mesh-calls", "small calls through a mesh, 1 to 64 clients", f"{_HERE}.mesh:calls"),
     Entry("retrieval", "first token after a retrieved chunk", f"{_HERE}.retrieval:chunks"),
     Entry("retrieval-packs", "packs put together, against text", f"{_HERE}.retrieval:packs"),
 )

@@ -295,7 +295,10 @@ def _tls_context(node: Node, trusted: str) -> Json:
         return {"name": name, "sds_config": _file(node, f"secret-{name}.json")}
 
     return {
-        "tls_params": {"tls_minimum_protocol_version": "TLSv1_2"},
+        "tls_params": {
+            "tls_minimum_protocol_version": "TLSv1_2",
+            "tls_maximum_protocol_version": "TLSv1_3",
+        },
         "tls_certificate_sds_secret_configs": [secret("own")],
         "validation_context_sds_secret_config": secret(trusted),
         "alpn_protocols": ["h2"],
