@@ -1,5 +1,6 @@
 """Rows and parts as one prefix: kept once, served where all of it is exact, and never by halves."""
 
+import dataclasses
 import json
 import threading
 
@@ -225,12 +226,12 @@ def test_parts_of_some_slots_only_are_not_served(client, hybrid):
 
 
 SPOILED = {
-    "cut": lambda part: Part(part.kind, part.slot, 80, bytes(part.data)[4:], part.description),
-    "of another class": lambda part: Part(
-        part.kind, part.slot, 80, part.data, part.description.replace("Arrays", "Rotating")
+    "cut": lambda part: dataclasses.replace(part, data=part.data[4:]),
+    "of another class": lambda part: dataclasses.replace(
+        part, description=part.description.replace("Arrays", "Rotating")
     ),
-    "of another format": lambda part: Part(
-        part.kind, part.slot, 80, part.data, part.description.replace('"v":1', '"v":2')
+    "of another format": lambda part: dataclasses.replace(
+        part, description=part.description.replace('"v":1', '"v":2')
     ),
 }
 
@@ -311,6 +312,22 @@ def test_attention_on_the_server_is_not_tried_for_what_is_more_than_rows(client,
         cache = mine.get_or_prefill(ids, "name")
         assert (mine.stats()["hits"], mine.suggest_stage(10_000)) == (1, 1)
     assert np.array_equal(decoded(hybrid, cache), decoded(hybrid, prefilled(hybrid, ids)))
+
+
+@pytest.mark.parametrize("export", [True, False])
+def test_a_part_that_lies_in_several_places_is_not_stored_in_another_order(server, export):
+    random = np.random.default_rng(2)
+    pieces = [random.bytes(size) for size in (0, 7, 2_500_000, 0, 1 << 20, 3)]
+    first, *more = [np.frombuffer(piece, np.uint8).data for piece in pieces]
+    part = Part("state", 0, 5, first, "pieces", tuple(more))
+    empty = Part("state", 1, 5, np.empty(0, np.uint8).data)
+    with Client(server.address, export=export) as client:
+        client.store(
+            "pieces", layers=None, token_ids=range(5), model="m", parts=[part, empty], replace=True
+        )
+        fetched = client.fetch("pieces", part_kinds=["state"])
+        assert [bytes(got.data) for got in fetched.parts] == [b"".join(pieces), b""]
+        client.drop("pieces")
 
 
 # Whole or not at all

@@ -56,10 +56,10 @@ class Taken(NamedTuple):
         return sum(array.nbytes for array in self.arrays)
 
     def part(self) -> Part:
-        """Returns it as it is sent; copies unless it is a single array."""
-        flat = [array.reshape(-1).view(np.uint8) for array in self.arrays]
-        data = flat[0] if len(flat) == 1 else np.concatenate([np.empty(0, np.uint8), *flat])
-        return Part(self.kind, self.slot, self.boundary_tokens, data.data, self.description)
+        """Returns it as it is sent, over the same memory."""
+        flat = [array.reshape(-1).view(np.uint8).data for array in self.arrays]
+        data, *more = flat or [memoryview(b"")]
+        return Part(self.kind, self.slot, self.boundary_tokens, data, self.description, tuple(more))
 
 
 def describe(class_name: str, contents: Contents) -> str:

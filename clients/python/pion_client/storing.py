@@ -72,7 +72,13 @@ class Outgoing:
             for array, first, count, data in rows.chunks():
                 yield frame_rows(index, array, self._first_row + first, count, data), len(data)
         for index, part in enumerate(self._parts):
-            view = memoryview(part.data).cast("B")
-            for offset in range(0, len(view), CHUNK_BYTES_MAX):
-                data = view[offset : offset + CHUNK_BYTES_MAX]
+            offset = 0
+            for data in _chunks_of(part.buffers):
                 yield frame_part(index, offset, data), len(data)
+                offset += len(data)
+
+
+def _chunks_of(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+    for buffer in buffers:
+        for begin in range(0, len(buffer), CHUNK_BYTES_MAX):
+            yield buffer[begin : begin + CHUNK_BYTES_MAX]

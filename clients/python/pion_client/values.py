@@ -77,11 +77,19 @@ class Part:
     data: bytes | bytearray | memoryview
     description: str = ""
     """Cache class, types, shapes; at most 4,096 bytes of UTF-8."""
+    more: tuple[memoryview, ...] = ()
+    """What follows `data`, where what is to be stored does not lie in one place."""
+
+    @property
+    def buffers(self) -> tuple[memoryview, ...]:
+        """All its bytes, in order."""
+        views = (memoryview(buffer) for buffer in (self.data, *self.more))
+        return tuple(view.cast("B") for view in views if view.nbytes)
 
     @property
     def info(self) -> PartInfo:
         """Everything about it but its bytes."""
-        size = memoryview(self.data).nbytes
+        size = sum(buffer.nbytes for buffer in self.buffers)
         return PartInfo(self.kind, self.slot, self.boundary_tokens, size, self.description)
 
 
