@@ -265,6 +265,13 @@ def test_a_chunk_is_not_forgotten_by_a_restart(model, tmp_path):
         assert not third.has("c")
 
 
+def test_nobody_else_can_read_what_chunks_say(model, tmp_path):
+    with HybridRetrievalCache(model, directory=tmp_path / "chunks") as retrieval:
+        retrieval.ingest("c", CHUNK)
+        (entry,) = (tmp_path / "chunks").iterdir()
+    assert [path.stat().st_mode & 0o077 for path in (entry.parent, entry)] == [0, 0]
+
+
 def test_what_another_process_wrote_into_the_directory_is_not_overlooked(model, tmp_path):
     with (
         HybridRetrievalCache(model, directory=tmp_path) as one,
@@ -327,14 +334,16 @@ def test_options_that_would_do_nothing_are_refused(model, options):
         HybridRetrievalCache(model, **options)
 
 
-WITHOUT_GRPC = """
-    import sys
+MODEL = """
+    import os, sys
     from mlx_lm.models import llama
     from pion_client.retrieval import HybridRetrievalCache
 
     model = llama.Model(llama.ModelArgs(
         model_type="llama", hidden_size=32, num_hidden_layers=2, intermediate_size=48,
         num_attention_heads=4, rms_norm_eps=1e-5, vocab_size=64))
+"""
+WITHOUT_GRPC = """
     with HybridRetrievalCache(model, directory=sys.argv[1]) as retrieval:
         retrieval.ingest("c", [1, 2, 3])
         retrieval.prepare("c", [4])
@@ -352,12 +361,37 @@ WITHOUT_GRPC = """
 """
 
 
-def test_without_a_server_grpc_is_not_loaded(tmp_path):
+FORKED = """
+    from pion_client.errors import Forked
+
+    retrieval = HybridRetrievalCache(model, directory=sys.argv[1])
+    retrieval.ingest("c", [1, 2, 3])
+    if not os.fork():
+        for call in (lambda: retrieval.prepare("c", [4]), lambda: HybridRetrievalCache(model)):
+            try:
+                call()
+            except Forked:
+                print("raised", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def process(program, *arguments):
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WITHOUT_GRPC), str(tmp_path)],
+        [sys.executable, "-c", textwrap.dedent(MODEL) + textwrap.dedent(program), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", "[]\n")
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_without_a_server_grpc_is_not_loaded(tmp_path):
+    assert process(WITHOUT_GRPC, str(tmp_path)) == "[]\n"
+
+
+def test_a_forked_process_raises_rather_than_hangs(tmp_path):
+    assert process(FORKED, str(tmp_path)) == "raised\nraised\n"

@@ -107,8 +107,7 @@ class HybridRetrievalCache:
         deadline_s: the longest that a call waits for an answer before it prefills by itself.
 
     Raises:
-        ValueError: for values that make no sense.
-        NotImplementedError: for a `vquant` that this version does not have.
+        ValueError: for values that make no sense, such as a `vquant` that cannot take this model's rows.
         Forked: in a process forked from one that uses MLX; all methods raise it there.
         TypeError: `model_id` is needed, because the model's arguments have no JSON.
     """
