@@ -10,14 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pion_grpc.backends import Dense, Fused, Query, Sparse, SparseAuto, SparseAutoFused
 from pion_grpc.backends.reference import attend as reference
 from pion_grpc.core.access import Access
+from pion_grpc.core.attend import Key, Shape
+from pion_grpc.resp.lane import attended
 from pion_wire.v1 import attend_pb2 as pb
 from tests.conftest import ServerProcess
 from tests.resp.conftest import Resp
-from tests.resp.lane import ERROR, FUSED, OK, Lane, framed, fused_body
+from tests.resp.lane import ERROR, FUSED, MISS, OK, Lane, framed, fused_body
 from tests.resp.wire import Refused, Wire, Word, fields
 from tests.server.test_attend import AttendWire, Case, normal, pair, query, rng, stored_floats
 
@@ -414,6 +418,64 @@ def test_a_batch_that_contradicts_itself_is_refused(
     wire: Wire, words: tuple[Word, ...], refusal: str
 ) -> None:
     assert wire("ATTEND.QUERYBATCH", *words).text.startswith(refusal)
+
+
+NUMBERS = st.sampled_from(
+    [-1, 0, 1, 2, 3, 4, 8, 16, 50, 256, 65_535, (1 << 31) - 1, 1 << 31, 1 << 63]
+)
+BLOBS = st.one_of(
+    st.binary(max_size=9),
+    st.sampled_from([4, 64, 128, 256, 1_024, 6_400]).map(bytes),
+    st.sampled_from([2, 32, 1_600]).map(lambda n: np.full(n, 3e38, np.float32).tobytes()),
+    st.sampled_from([2, 32, 1_600]).map(lambda n: np.full(n, np.nan, np.float32).tobytes()),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), base=st.sampled_from([STORE, DENSE, FUSE, SPARSE, AUTO, AUTO_FUSE]))
+def test_no_words_end_in_an_internal_error(resp: Resp, data: st.DataObject, base: Any) -> None:
+    """Words that fit, some of them replaced by any others: an answer or a refusal, in order."""
+    words = [*base[:1], "fuzz", *base[2:], *data.draw(st.lists(NUMBERS, max_size=2))]
+    for at in data.draw(st.lists(st.integers(2, len(words) - 1), max_size=4)):
+        words[at] = data.draw(BLOBS if isinstance(words[at], bytes) else NUMBERS)
+    wire = Wire(resp.address)
+    reply, pong = wire.pipeline((f"ATTEND.PREFIX.{words[0]}", *words[1:]), ("PING",))
+    wire.close()
+    assert pong == "PONG"
+    if isinstance(reply, Refused):
+        assert "internal error" not in reply.text, words
+    else:
+        assert reply == "OK" or len(reply) % 4 == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([b"fuzz", b"", b"\xff", b"x" * 300]),
+    st.integers(0, 2),
+    st.tuples(st.integers(0, 8), st.integers(0, 3), st.sampled_from([0, 1, 15, 16])),
+    st.tuples(st.integers(0, 4), st.integers(0, 3)),
+    st.binary(max_size=3),
+    st.sampled_from([None, 0, 1, 50, 0xFFFFFFFF]),
+)
+def test_no_shape_of_a_frame_ends_in_an_internal_error(
+    resp: Resp,
+    sid: bytes,
+    layer: int,
+    shape: tuple[int, int, int],
+    kv: tuple[int, int],
+    rest: bytes,
+    window: int | None,
+) -> None:
+    """Bodies as long as their numbers say, and a little longer."""
+    assert resp.attend is not None
+    resp.attend.store_rows(Key("", "fuzz", 0), Shape(2, 50, 16), memoryview(K), memoryview(K))
+    heads, queries, dim = shape
+    size = 4 * dim * (heads * queries + 2 * kv[0] * kv[1]) + heads
+    body = fused_body(sid, layer, shape, kv, bytes(size) + rest, window)
+    status, pieces = attended(resp.attend, memoryview(body))
+    assert status in (OK, MISS, ERROR)
+    answer = b"".join(bytes(piece) for piece in pieces)
+    assert len(answer) == (4 * heads * queries * dim if status == OK else 0)
 
 
 def test_an_option_is_not_read_out_of_the_next_command(wire: Wire) -> None:
