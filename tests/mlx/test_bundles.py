@@ -182,6 +182,28 @@ def test_nothing_is_served_at_a_boundary_that_was_not_taken(client, family, kind
         assert_missed(other.stats(), kind)
 
 
+def test_a_ring_that_has_not_wrapped_does_not_make_anybody_prefill_again(client):
+    model = families.build("gemma3_text", sliding_window=128)
+    ids = families.tokens(120)
+    stored_now(model, client, ids)
+    with prompt_cache(model, client) as other:
+        cache, rest = other.reuse([*ids[:70], 1, 2, 3])
+        assert (len(rest), {slot.offset for slot in cache}) == (3, {70})
+        fork = other.get_or_prefill([*ids[:70], *[9] * 90])  # beyond the window, behind the first
+        assert other.flush(WAIT_S)
+        stats = other.stats()
+        assert (stats["tokens_served"], stats["tokens_prefilled"], stats["stores"]) == (140, 90, 1)
+        assert stats["shortened_by"] == {}
+        again = other.get_or_prefill([*ids[:70], *[9] * 90])
+        assert other.stats()["tokens_prefilled"] == 90
+    # Row by row the same bits as in the prefill that was stored, which ran on.
+    whole = prefilled(model, ids)
+    for mine, theirs in zip(cache, whole, strict=True):
+        for side, other_side in zip(mine.keys_and_values(), theirs.keys_and_values(), strict=True):
+            assert mx.array_equal(side[..., :70, :], other_side[..., :70, :])
+    assert np.array_equal(decoded(model, again), decoded(model, fork))
+
+
 @pytest.mark.parametrize("namespace", [None, "name"])
 def test_rows_without_their_part_are_not_served_and_do_not_stay_in_the_way(
     client, hybrid, namespace

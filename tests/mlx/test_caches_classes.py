@@ -366,6 +366,45 @@ def test_codes_that_are_not_the_models_leave_the_cache_empty(how):
     assert rows.empty()
 
 
+BACK = [
+    "a ring below its window",
+    "a ring that grows by single tokens",
+    "a ring at its window",
+    "a chunk",
+]
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_what_still_has_every_row_is_not_other_than_when_it_had_fewer(name):
+    if name not in WRITTEN:
+        pytest.skip("this version of mlx-lm cannot have it")
+    make, pieces = WRITTEN[name]
+    written, fewer = Written(make, pieces), make()
+    parts = travelled(caches.take_parts([written.cache], written.tokens))
+    found = caches.expected_of([written.cache])
+    fewer.update_and_fetch(written.cache.keys[..., :5, :], written.cache.values[..., :5, :])
+    copy = make()
+    assert found.later([part.info for part in parts], 5) == written.tokens
+    caches.install([copy], [], found.layout, 5, parts=parts, needs=found.needs)
+    assert copy.offset == 5
+    for seed, count in enumerate([1] * 20 + [3, 30, 1], 100):
+        assert_same(write(copy, count, seed), write(fewer, count, seed))
+
+
+@pytest.mark.parametrize(
+    "name", ["a ring beyond its window", "a ring filled and gone round", "state"]
+)
+def test_what_has_lost_rows_is_not_brought_back(name):
+    written = Written(*WRITTEN[name])
+    parts = travelled(caches.take_parts([written.cache], written.tokens))
+    found = caches.expected_of([written.cache])
+    assert found.later([part.info for part in parts], 5) == 0
+    copy = written.make()
+    with pytest.raises(caches.CacheMismatch, match=f"that of {written.tokens} tokens"):
+        caches.install([copy], [], found.layout, 5, parts=parts, needs=found.needs)
+    assert caches.adapter_of(copy).is_empty(copy)
+
+
 def test_one_wrong_part_does_not_leave_the_other_slots_filled():
     def make():
         return [KVCache(), ArraysCache(2), ring()()]

@@ -50,6 +50,10 @@ class Rows(NamedTuple):
         """Returns the rows from `base` on."""
         return Rows(*(with_arrays(side, [a[:, base:] for a in arrays_of(side)]) for side in self))
 
+    def up_to(self, end: int) -> "Rows":
+        """Returns the rows before `end`."""
+        return Rows(*(with_arrays(side, [a[:, :end] for a in arrays_of(side)]) for side in self))
+
 
 def arrays_of(side: Any) -> tuple[Any, ...]:
     """Returns the arrays that a side of rows consists of, each (kv_heads, tokens, …)."""
@@ -96,6 +100,12 @@ class PartAdapter(Protocol):
 
         Contents have the numbers and arrays of this class, with the right types and, but for how
         many rows there are, shapes.
+        """
+
+    def back(self, numbers: Mapping[str, int], token_count: int) -> Mapping[str, int] | None:
+        """Returns the numbers of the same contents after fewer tokens, as `trim` would leave them.
+
+        None where that cannot be told: what came before is not there any more.
         """
 
     def fill(self, cache: Any, contents: Contents) -> None:
@@ -197,6 +207,10 @@ class _Ring(_Buffers):
         if not (most <= rows <= numbers["max_size"] and 0 <= numbers["index"] <= rows):
             raise CacheMismatch(f"a ring of {rows} rows with index {numbers['index']}")
 
+    def back(self, numbers: Mapping[str, int], token_count: int) -> Mapping[str, int] | None:
+        wrapped = numbers["index"] != numbers["offset"] or numbers["offset"] > numbers["max_size"]
+        return None if wrapped else {**numbers, "offset": token_count, "index": token_count}
+
     def fill(self, cache: Any, contents: Contents) -> None:
         cache.keys, cache.values = contents.arrays
         cache.offset, cache._idx = contents.numbers["offset"], contents.numbers["index"]
@@ -225,6 +239,9 @@ class _Chunk(_Buffers):
         _same_offset(numbers, token_count)
         if not 0 <= numbers["offset"] - numbers["start_position"] <= _row_count(contents):
             raise CacheMismatch(f"a chunk of {_row_count(contents)} rows at {numbers}")
+
+    def back(self, numbers: Mapping[str, int], token_count: int) -> Mapping[str, int] | None:
+        return None if numbers["start_position"] else {**numbers, "offset": token_count}
 
     def fill(self, cache: Any, contents: Contents) -> None:
         cache.keys, cache.values = contents.arrays
@@ -255,6 +272,9 @@ class _State:
     def check(self, cache: Any, contents: Contents, token_count: int) -> None:
         pass
 
+    def back(self, numbers: Mapping[str, int], token_count: int) -> Mapping[str, int] | None:
+        return None
+
     def fill(self, cache: Any, contents: Contents) -> None:
         cache.cache = list(contents.arrays)
 
@@ -280,6 +300,11 @@ ADAPTERS: Mapping[type, PlainRows | PartAdapter] = _known(
     }
 )
 """The classes that are kept, by exact type. A `CacheList` is taken for the caches in it."""
+
+PARTS: Mapping[str, PartAdapter] = {
+    adapter.kind: adapter for adapter in ADAPTERS.values() if not isinstance(adapter, PlainRows)
+}
+"""The classes that are kept as parts, by kind."""
 
 _REFUSED: Mapping[type, str] = _known(
     {

@@ -4,7 +4,8 @@ Knows what was stored and what a model's cache holds; neither calls nor when to 
 
 The one decision: rows can be cut anywhere, parts cannot. A prefix is served up to a boundary at which it
 has every part that the model needs, and not a token further; its rows are kept once, however many
-boundaries (*checkpoints*) it has parts at.
+boundaries (*checkpoints*) it has parts at. The exception are parts that still have every row, such as
+a ring before it wraps: they serve every boundary before their own.
 """
 
 import hashlib
@@ -118,18 +119,23 @@ def boundaries(begin: int, end: int, checkpoints: Iterable[int], every: int) -> 
 
 
 def put_back(cache: Cache, prefix: Prefix, token_ids: bytes, facts: Facts) -> str:
-    """Fills the cache with a fetched prefix, whole; or says in one word what is wrong with it."""
+    """Fills the cache with the beginning of a fetched prefix, all of what is in `token_ids`.
+
+    Returns nothing, or one word that says what is wrong with it; the cache is still empty then.
+    """
     if prefix.model != facts.model_id:
         return "model_differs"
-    if prefix.packed_token_ids != token_ids:
+    if prefix.packed_token_ids[: len(token_ids)] != token_ids:
         return "tokens_differ"
     if prefix.slots != facts.held.slots:
         return "layout_differs"
     tokens = len(token_ids) // 4
-    if facts.held.missing((part.info for part in prefix.parts), tokens):
+    if facts.held.missing((part.info for part in prefix.parts), prefix.rows[1]):
         return "part_missing"
     try:
         layers = as_held(prefix, stored=facts.layout, held=facts.held.layout)
+        if tokens < prefix.token_count:
+            layers = [Rows(*pair).up_to(tokens) for pair in layers]
         caches.install(
             cache, layers, facts.held.layout, tokens, parts=prefix.parts, needs=facts.held.needs
         )

@@ -23,6 +23,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from pion_client.adapters import (
+    PARTS,
     CacheMismatch,
     Contents,
     PartAdapter,
@@ -34,7 +35,7 @@ from pion_client.adapters import (
     slots_of,
     with_arrays,
 )
-from pion_client.parts import Taken, bits_of, contents_of, describe, read_only
+from pion_client.parts import Taken, bits_of, contents_of, describe, numbers_of, read_only
 from pion_client.values import Encoded, Part
 from pion_wire.layout import DType, Layout, LayoutError, PartInfo, Side, TensorLayout
 
@@ -103,6 +104,27 @@ class Expected(NamedTuple):
         """Returns the first part that is needed at a boundary and not there."""
         there = {(p.kind, p.slot) for p in parts if p.boundary_tokens == boundary_tokens}
         return next((need for need in self.needs if (need.kind, need.slot) not in there), None)
+
+    def later(self, parts: Sequence[PartInfo], tokens: int) -> int:
+        """Returns the first boundary behind so many tokens whose parts can be brought back to them.
+
+        A ring that has not wrapped still has every row; recurrent state never has what it was. 0 if
+        there is no such boundary.
+        """
+        for boundary in sorted({p.boundary_tokens for p in parts if p.boundary_tokens > tokens}):
+            there = [part for part in parts if part.boundary_tokens == boundary]
+            if not self.missing(there, boundary) and all(_goes_back(p, tokens) for p in there):
+                return boundary
+        return 0
+
+
+def _goes_back(part: PartInfo, tokens: int) -> bool:
+    adapter = PARTS.get(part.kind)
+    try:
+        numbers = numbers_of(part.description)
+        return adapter is not None and adapter.back(numbers, tokens) is not None
+    except (CacheMismatch, KeyError):
+        return False
 
 
 def require_supported(cache: Cache) -> None:
@@ -236,8 +258,9 @@ def install(
         layers: MLX arrays (kv_heads, tokens, head_dim) of keys and values, or codes, one pair per
             slot that has rows.
         layout: the rows that the model's cache holds (`expected`).
-        tokens: how many rows every array must have, and the boundary of every part.
-        parts: at least those that are needed.
+        tokens: how many rows every array must have.
+        parts: at least those that are needed, all at one boundary: at `tokens`, or at a later one
+            from which they can be brought back (`Expected.later`).
         needs: what the model's cache holds beside rows (`expected`).
 
     Raises:
@@ -289,7 +312,9 @@ def _checked_rows(
 def _checked_parts(
     slots: list[Any], parts: Sequence[Part], needs: Sequence[Need], tokens: int
 ) -> list[Callable[[], None]]:
-    there = {(part.kind, part.slot): part for part in parts if part.boundary_tokens == tokens}
+    there = {(part.kind, part.slot): part for part in parts}
+    if len({part.boundary_tokens for part in parts}) > 1:
+        raise CacheMismatch("the parts are of several boundaries")
     fill: list[Callable[[], None]] = []
     for need in needs:
         part = there.get((need.kind, need.slot))
@@ -308,7 +333,16 @@ def _checked_parts(
             raise CacheMismatch(f"slot {need.slot}: the arrays of its {need.kind} are others")
         if set(contents.numbers) != set(adapter.numbers):
             raise CacheMismatch(f"slot {need.slot}: the numbers of its {need.kind} are others")
-        adapter.check(slots[need.slot], contents, tokens)
+        adapter.check(slots[need.slot], contents, part.boundary_tokens)
+        if part.boundary_tokens != tokens:
+            numbers = (
+                adapter.back(contents.numbers, tokens) if tokens < part.boundary_tokens else None
+            )
+            if numbers is None:
+                raise CacheMismatch(
+                    f"slot {need.slot}: its {need.kind} is that of {part.boundary_tokens} tokens"
+                )
+            contents = contents._replace(numbers=numbers)
         fill.append(functools.partial(adapter.fill, slots[need.slot], contents))
     return fill
 

@@ -55,7 +55,7 @@ from pion_client.quantised import Quantised, codecs_of
 from pion_client.residency import AttendByNamespace, Kept, NotResident, Residency, Session
 from pion_client.retrieval import HybridRetrievalCache
 from pion_client.tally import Tally
-from pion_client.values import Lookup, PrefixInfo, Stored
+from pion_client.values import Lookup, Match, PrefixInfo, Stored
 from pion_wire import blocks, limits
 
 __all__ = [
@@ -131,6 +131,8 @@ class _Found(NamedTuple):
     facts: Facts | None = None
     prefix: PrefixInfo | None = None
     lease_id: bytes = b""
+    fetched: int = 0
+    """How many rows are fetched to serve them, where it is more: up to where the parts are."""
 
     @property
     def namespace(self) -> str:
@@ -570,6 +572,8 @@ class PionPromptCache(AttendByNamespace):
             timeout_s=self._deadline_s,
             tries=1,
         )
+        if (there := self._later(match, request, facts)) is not None:
+            return there
         if match.shortened_by:
             self._tally.because("shortened_by", match.shortened_by)
         if not match.hit or match.prefix is None:
@@ -580,6 +584,18 @@ class PionPromptCache(AttendByNamespace):
         if facts.lacks(match.prefix, served):
             return _Found(reason="part_missing")
         return _Found(served, str(match.reason), prefix=match.prefix, lease_id=match.lease_id)
+
+    def _later(self, match: Match, request: _Request, facts: Facts) -> _Found | None:
+        """What can be served by going back from a boundary behind what is in common, if it is more."""
+        wanted = min(match.matched_tokens, request.rows_max)
+        if match.prefix is None or match.token_count >= wanted or not facts.held.needs:
+            return None
+        if match.prefix.layout != facts.layout:
+            return None
+        boundary = facts.held.later(match.prefix.parts, wanted)
+        reason = "" if wanted == request.rows_max else "partial"
+        found = _Found(wanted, reason, prefix=match.prefix, lease_id=match.lease_id)
+        return found._replace(fetched=boundary) if boundary else None
 
     def _look_up(self, namespace: str, facts: Facts, token_ids: bytes | None) -> Lookup:
         return self._client.lookup(
@@ -597,7 +613,7 @@ class PionPromptCache(AttendByNamespace):
         prefix = self._client.fetch(
             None if found.lease_id else found.namespace,
             lease_id=found.lease_id,
-            rows=(0, found.served),
+            rows=(0, found.fetched or found.served),
             part_kinds=facts.held.kinds,
             codecs=facts.held.codecs,
             as_mlx=True,

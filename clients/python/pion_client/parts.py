@@ -90,6 +90,12 @@ def read_only(bits: mx.array) -> np.ndarray:
     return array
 
 
+def numbers_of(description: str) -> dict[str, int]:
+    """Returns the numbers of a part that has not been fetched. Raises CacheMismatch."""
+    numbers: dict[str, int] = _parsed(description)["numbers"]
+    return numbers
+
+
 def contents_of(part: Part) -> tuple[str, Contents]:
     """Returns the cache class that a received part is of, and the contents.
 
