@@ -159,14 +159,16 @@ FIGURES = (
     Figure(
         "recurrent state",
         "Mamba-130M, Mamba-370M, RWKV-7 168M: bit-equal after a round trip, all tokens agree",
-        "",
-        needs="the three models",
+        f"{_BENCH} state; pytest tests/mlx/test_families.py",
+        "state",
+        needs="the three models; bits and tokens are asserted by the tests on small random ones",
     ),
     Figure(
         "hybrid model Qwen3.5-4B 4-bit, first token",
         "6,080 → 246 ms at 2,048 tokens (24.8 ×), 12,757 → 390 at 4,096 (32.7 ×), 27,598 → 2,373 at "
         "8,192 (11.6 ×); 18, 16, 18 of 18 tokens agree; 3.3 × at 174 tokens",
-        "",
+        f"{_BENCH} hybrid-first-token",
+        "hybrid-first-token",
         needs=f"{_APPLE}, the model",
     ),
     Figure(
