@@ -11,7 +11,7 @@ RUN := $(if $(FAST_BLAS),LD_PRELOAD=$(FAST_BLAS)) $(BIN)/
 PYTEST := $(RUN)python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo proto fix check test quick soak bench run clean
+.PHONY: help setup demo proto fix check test quick soak bench run clean test-lmcache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,11 +66,22 @@ test: setup ## all tests but the long ones
 soak: setup ## the long tests
 	$(PYTEST) -m soak
 
+LMCACHE_VENV := .venv-lmcache
+LMCACHE_STAMP := $(LMCACHE_VENV)/.stamp
+$(LMCACHE_STAMP): tests/lmcache/requirements.txt
+	test -x $(LMCACHE_VENV)/bin/python || $(PYTHON) -m venv $(LMCACHE_VENV)
+	$(LMCACHE_VENV)/bin/pip install --quiet -r $<
+	$(LMCACHE_VENV)/bin/pip install --quiet --no-deps lmcache==0.5.6  # its own want a graphics card
+	touch $@
+
+test-lmcache: setup $(LMCACHE_STAMP) ## LMCache's own connectors against a server; brings torch (5 GB)
+	$(LMCACHE_VENV)/bin/python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir tests/lmcache tests/lmcache
+
 bench: setup ## measure against peers and the machine's own limits; prints a table, writes JSON
 	$(RUN)pion-grpc bench
 
 clean: ## remove what setup and tests made
-	rm -rf $(VENV) $(PROTO_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results clients/python/build
+	rm -rf $(VENV) $(PROTO_VENV) $(LMCACHE_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results clients/python/build
 	find . -name __pycache__ -o -name '*.egg-info' | xargs rm -rf
 
 # Clients of other languages. Go and Swift are used where they are installed; setup does not bring them.
