@@ -181,6 +181,9 @@ class Attend:
     def store_rows(self, key: Key, shape: Shape, k: memoryview, v: memoryview) -> Warmed:
         """Makes rows resident: f32, head-major [heads][rows][head_dim] each.
 
+        The bytes may be kept without a copy: nobody changes them afterwards, and they are not part of
+        something larger that would live as long.
+
         Raises:
             InvalidRequest: sizes contradict each other, or a value does not fit the residency's type.
             OverBudget: it would not fit with everything else gone; what is resident stays.
@@ -192,8 +195,7 @@ class Attend:
                 )
         check_key(key)
         with self._reserved([shape]):
-            # Copies: a view would keep the whole message alive that the bytes came in.
-            return self._keep(key, _f32(k, shape).copy(), _f32(v, shape).copy())
+            return self._keep(key, _f32(k, shape), _f32(v, shape))
 
     def begin_rows(self, key: Key, shape: Shape) -> "Upload":
         """Begins to take rows in chunks. Publish or abandon the upload. Raises as `store_rows` does."""
