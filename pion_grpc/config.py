@@ -1,7 +1,8 @@
 """The configuration: one dataclass that is at once the table of flags, environment and defaults.
 
-Each field is a flag (`disk_budget` is `--disk-budget`) and an environment variable (`PION_DISK_BUDGET`);
-a flag wins over the environment, that over the default. A variable that is empty is one that is not set.
+Each field is a flag (`disk_budget` is `--disk-budget`) and an environment variable (`PION_DISK_BUDGET`;
+`variable_of` knows the exceptions). A flag wins over the environment, that over the default. A variable
+that is empty is one that is not set.
 """
 
 import dataclasses
@@ -159,8 +160,15 @@ def parse_pairs(text: str) -> tuple[str, ...]:
     return pairs
 
 
-def _setting(default: Any, parse: Callable[[str], Any], text: str, metavar: str = "") -> Any:
-    metadata = {"parse": parse, "help": text, "metavar": metavar}
+def _setting(
+    default: Any,
+    parse: Callable[[str], Any],
+    text: str,
+    metavar: str = "",
+    *,
+    variable: str = "",
+) -> Any:
+    metadata = {"parse": parse, "help": text, "metavar": metavar, "variable": variable}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -242,17 +250,24 @@ class Config:
     tls_cert: Path | None = _setting(
         None,
         lambda t: Path(t).expanduser(),
-        "certificate of the gRPC address, PEM, read anew when it changes; none: no TLS",
+        "certificate of the gRPC address, PEM, read anew when it changes; none: no TLS "
+        "(PION_SERVER_TLS_CERT; so are the next two)",
         "FILE",
+        variable="PION_SERVER_TLS_CERT",
     )
     tls_key: Path | None = _setting(
-        None, lambda t: Path(t).expanduser(), "key of that certificate", "FILE"
+        None,
+        lambda t: Path(t).expanduser(),
+        "key of that certificate",
+        "FILE",
+        variable="PION_SERVER_TLS_KEY",
     )
     tls_client_ca: Path | None = _setting(
         None,
         lambda t: Path(t).expanduser(),
         "mutual TLS: clients must have a certificate of this CA",
         "FILE",
+        variable="PION_SERVER_TLS_CLIENT_CA",
     )
 
     tenants: tuple[str, ...] = _setting(
@@ -347,6 +362,15 @@ class Config:
         return password
 
 
+def variable_of(field: "dataclasses.Field[Any]") -> str:
+    """Returns the environment variable of a setting.
+
+    It is `PION_` and its name. But certificates of a server are not those of the clients beside it:
+    PION_TLS_CERT is a client's.
+    """
+    return field.metadata["variable"] or f"PION_{field.name.upper()}"
+
+
 def environment_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Returns the settings that the environment gives.
 
@@ -355,7 +379,7 @@ def environment_settings(environment: Mapping[str, str] = os.environ) -> dict[st
     """
     settings = {}
     for field in dataclasses.fields(Config):
-        name = f"PION_{field.name.upper()}"
+        name = variable_of(field)
         if environment.get(name):
             try:
                 settings[field.name] = field.metadata["parse"](environment[name])

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ class Shelf:
         """Makes everything, and starts it."""
         self.render(names)
         self.command("certs", "--client", "user")
-        for name in names:
-            self.start(name)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self.start, names))
         for name in proxies:
             self.proxies[name] = Envoy(self.node(name))
         eventually(self.all_healthy)

@@ -1,14 +1,19 @@
 """A real mesh: three servers, real Envoys, mutual TLS on every connection."""
 
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from pion_client import Client, Tls, errors
 from pion_client.ring import Ring
+from pion_wire.v1 import prefix_store_pb2 as pb
+from pion_wire.v1 import prefix_store_pb2_grpc
 from tests.authorities import Authority
 from tests.client.links import assert_same, random_layers
 from tests.mesh.prompts import MODEL, Prompt, by_node, prompts
@@ -92,9 +97,47 @@ def test_large_prefixes_come_through_bit_by_bit(stored: Shelf) -> None:
         client.drop("large")
 
 
+def test_no_message_is_larger_than_clients_of_any_language_take(stored: Shelf) -> None:
+    with stored.client() as client:
+        client.store("limits", layers=LARGE, token_ids=range(8_000), model=MODEL)
+        address = client.address
+        (node,) = [name for name in "abc" if "limits" in stored.holds(name)]
+    request = pb.PrefixStoreFetchRequest(namespace="limits")
+    for target in (address, stored.node(node).key):
+        with grpc.secure_channel(target, stored.tls.credentials()) as channel:
+            stub = prefix_store_pb2_grpc.PrefixStoreStub(channel)  # nothing is set but certificates
+            route = Ring(stored.keys)
+            name = next(p.route for p in MANY if route.node(p.route) == stored.node(node).key)
+            messages = stub.Fetch(request, metadata=[("pion-route", name)], timeout=30)
+            total = sum(message.ByteSize() for message in messages)
+    assert total > sum(side.nbytes for pair in LARGE for side in pair)
+
+
+def test_certificates_are_renewed_under_running_calls(stored: Shelf) -> None:
+    def served(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as bare:
+            context = ssl.create_default_context(cafile=str(stored.tls.ca))
+            context.load_cert_chain(str(stored.tls.cert), str(stored.tls.key))
+            with context.wrap_socket(bare, server_hostname="127.0.0.1") as peer:
+                shown = peer.getpeercert(binary_form=True)
+                assert shown is not None
+                return shown
+
+    ports = stored.node("a").port, stored.node("a").server_port
+    before = {port: served(port) for port in ports}
+    with stored.client() as busy, working(busy, prompts(30, first=3_000)) as failures:
+        stored.command("certs", "--renew", "--client", "user")
+        for port in ports:
+            eventually(lambda port=port: served(port) != before[port])
+        with stored.client() as client:
+            assert all(prompt.fetched(client) for prompt in MANY[:50])
+    assert not failures
+
+
 def test_only_what_a_new_node_takes_over_moves(stored: Shelf) -> None:
     """The last test of this mesh: it has four nodes afterwards."""
-    before = {name: stored.holds(name) for name in "abc"}
+    many = {prompt.name for prompt in MANY}
+    before = {name: stored.holds(name) & many for name in "abc"}
     with stored.client() as busy, working(busy, prompts(50, first=2_000)) as failures:
         stored.render("abcd")
         stored.command("certs", "--client", "user")
@@ -112,7 +155,6 @@ def test_only_what_a_new_node_takes_over_moves(stored: Shelf) -> None:
                     prompt.store(client)
             assert all(prompt.matches(client) for prompt in MANY)
     assert not failures
-    many = {prompt.name for prompt in MANY}
     assert stored.holds("d") & many == moved
     assert before == {name: stored.holds(name) & many for name in "abc"}
 

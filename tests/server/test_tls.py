@@ -269,6 +269,24 @@ def test_the_environment_names_certificates_for_addresses_only(
     Connection("unix:/tmp/socket").close()
 
 
+def test_a_server_does_not_take_its_clients_certificates_for_its_own(
+    start_server, authority: Authority
+) -> None:
+    friend, own = authority.issue("friend"), authority.server()
+    plain = start_server(
+        listen=LOOPBACK,
+        PION_TLS_CA=str(friend.ca),
+        PION_TLS_CERT=str(friend.cert),
+        PION_TLS_KEY=str(friend.key),
+    )
+    with client_of(plain) as client:
+        client.describe()
+    plain.stop()
+    named = {"CERT": own.cert, "KEY": own.key, "CLIENT_CA": authority.ca}
+    environment = {f"PION_SERVER_TLS_{name}": str(path) for name, path in named.items()}
+    assert start_server(listen=LOOPBACK, **environment).ready["tls"] == "mutual"
+
+
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pion_grpc", "ls", "--json", *arguments],

@@ -1,6 +1,7 @@
 """Service definitions: what an init system would refuse, or do wrong, is found here."""
 
 import configparser
+import dataclasses
 import os
 import plistlib
 import re
@@ -15,7 +16,7 @@ import yaml
 
 from pion_grpc.cli.mesh import services
 from pion_grpc.cli.mesh.nodes import parse_mesh
-from pion_grpc.config import Config, environment_settings
+from pion_grpc.config import Config, environment_settings, variable_of
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PLISTS = sorted((DEPLOY / "launchd").rglob("*.plist"))
@@ -176,8 +177,9 @@ def test_a_pod_starts_with_settings_that_the_server_knows() -> None:
     pod = stateful["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     environment = {one["name"]: one["value"] for one in container["env"]}
-    names = {f"PION_{name.upper()}" for name in Config.__dataclass_fields__}
-    assert set(environment) - names == {"PION_TLS_CA", "PION_ADDRESS"}, "of the probe"
+    names = set(map(variable_of, dataclasses.fields(Config)))
+    probe = {"PION_ADDRESS", "PION_TLS_CA", "PION_TLS_CERT", "PION_TLS_KEY"}
+    assert set(environment) - names == probe
     config = Config(**environment_settings(environment | _image_environment()))
     assert config.knows_clients, "or it refuses to listen beyond its host"
     assert not config.listen.startswith("127.")
@@ -196,7 +198,7 @@ def test_a_pod_starts_with_settings_that_the_server_knows() -> None:
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     claims = {claim["metadata"]["name"] for claim in stateful["spec"]["volumeClaimTemplates"]}
     assert mounts == claims | {volume["name"] for volume in pod["volumes"]}
-    assert environment["PION_TLS_CERT"].startswith("/tls/")
+    assert str(config.tls_cert).startswith("/tls/")
 
 
 def _image_environment() -> dict[str, str]:
