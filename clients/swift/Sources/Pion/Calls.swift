@@ -1,0 +1,250 @@
+import Foundation
+import GRPCCore
+import GRPCProtobuf
+import PionWire
+import SwiftProtobuf
+import Synchronization
+
+/// The forms that calls take: one answer, asked once or again; a stream in; a stream out.
+
+/// How often a read that brings nothing is tried in all, unless its caller gave a timeout.
+let triesMax = 3
+
+enum Service: String {
+    case prefixStore = "pion.v1.PrefixStore"
+    case attend = "pion.v1.Attend"
+    case ssmState = "pion.v1.SSMState"
+    case stats = "pion.v1.Stats"
+
+    func method(_ name: String) -> MethodDescriptor {
+        MethodDescriptor(fullyQualifiedService: rawValue, method: name)
+    }
+}
+
+/// Messages of chunk streams, as they are.
+struct RawSerializer: MessageSerializer {
+    func serialize<Bytes: GRPCContiguousBytes>(_ message: [UInt8]) throws -> Bytes { Bytes(message) }
+}
+
+/// Messages of chunk streams, as they are.
+struct RawDeserializer: MessageDeserializer {
+    func deserialize<Bytes: GRPCContiguousBytes>(_ bytes: Bytes) throws -> [UInt8] {
+        bytes.withUnsafeBytes { Array($0) }
+    }
+}
+
+/// A moment by which something must be done. A caller that gave one is patient: a server that cannot be
+/// reached is waited for until then.
+struct Deadline: Sendable {
+    let end: ContinuousClock.Instant?
+    let isPatient: Bool
+
+    init(_ timeout: Duration?, otherwise: Duration? = nil) {
+        isPatient = timeout != nil
+        end = (timeout ?? otherwise).map { ContinuousClock.now + $0 }
+    }
+
+    var remaining: Duration? { end.map { max($0 - ContinuousClock.now, .zero) } }
+
+    /// Waits before a read is asked again; false if it should not be, or not in time.
+    ///
+    /// - Parameter attempt: How many in a row have brought nothing; 0 if this one broke off on the way.
+    func pause(after error: any Error, attempt: Int) async throws -> Bool {
+        guard let error = error as? PionError, var wait = error.pauseBeforeAskingAgain,
+            isPatient || attempt < triesMax
+        else { return false }
+        if wait == .zero {  // spread, so that clients do not come back in step
+            wait = .milliseconds(Double(min(max(attempt, 1), 10)) * .random(in: 100..<150))
+        }
+        if let remaining, wait >= remaining { return false }
+        try await Task.sleep(for: wait)
+        return true
+    }
+}
+
+extension PionClient {
+    /// Makes a call with one answer, once.
+    func once<Request: Message & Sendable, Answer: Message & Sendable>(
+        _ method: MethodDescriptor, _ request: Request, route: String, timeout: Duration?,
+        answer: Answer.Type = Answer.self
+    ) async throws -> Answer {
+        try await call(method, request, route: route, deadline: Deadline(timeout, otherwise: options.timeout))
+    }
+
+    /// Makes a call with one answer that changes nothing, so that it may be tried again.
+    func ask<Request: Message & Sendable, Answer: Message & Sendable>(
+        _ method: MethodDescriptor, _ request: Request, route: String, timeout: Duration?,
+        answer: Answer.Type = Answer.self
+    ) async throws -> Answer {
+        let deadline = Deadline(timeout, otherwise: options.timeout)
+        var attempt = 1
+        while true {
+            do {
+                return try await call(method, request, route: route, deadline: deadline)
+            } catch {
+                guard try await deadline.pause(after: error, attempt: attempt) else { throw error }
+                attempt += 1
+            }
+        }
+    }
+
+    private func call<Request: Message & Sendable, Answer: Message & Sendable>(
+        _ method: MethodDescriptor, _ request: Request, route: String, deadline: Deadline
+    ) async throws -> Answer {
+        try await translated {
+            try await grpc.unary(
+                request: ClientRequest(message: request, metadata: metadata(route: route)),
+                descriptor: method,
+                serializer: ProtobufSerializer<Request>(),
+                deserializer: ProtobufDeserializer<Answer>(),
+                options: callOptions(deadline)
+            ) { response in
+                try response.message
+            }
+        }
+    }
+
+    /// Hands every message of one stream to `take`; whatever that throws ends the stream.
+    func receive(
+        _ method: MethodDescriptor, _ request: [UInt8], route: String, deadline: Deadline,
+        take: @Sendable @escaping ([UInt8]) async throws -> Void
+    ) async throws {
+        try await watched { [self] progress in
+            try await translated {
+                try await grpc.serverStreaming(
+                    request: ClientRequest(message: request, metadata: metadata(route: route)),
+                    descriptor: method,
+                    serializer: RawSerializer(),
+                    deserializer: RawDeserializer(),
+                    options: callOptions(deadline)
+                ) { response in
+                    for try await message in response.messages {
+                        progress.touch()
+                        try await take(message)
+                        progress.touch()  // the caller's own time does not count
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sends one stream, once; returns the serialised answer.
+    func send(
+        _ method: MethodDescriptor, route: String, deadline: Deadline,
+        produce: @Sendable @escaping (_ send: ([UInt8]) async throws -> Void) async throws -> Void
+    ) async throws -> [UInt8] {
+        let failure = Mutex<(any Error)?>(nil)
+        return try await watched { [self] progress in
+            do {
+                return try await translated {
+                    try await grpc.clientStreaming(
+                        request: StreamingClientRequest(metadata: metadata(route: route)) { writer in
+                            do {
+                                try await produce { message in
+                                    try await writer.write(message)
+                                    progress.touch()
+                                }
+                            } catch let error as RPCError {
+                                throw error  // the server has answered already
+                            } catch {
+                                failure.withLock { $0 = error }
+                                throw error
+                            }
+                        },
+                        descriptor: method,
+                        serializer: RawSerializer(),
+                        deserializer: RawDeserializer(),
+                        options: callOptions(deadline)
+                    ) { response in
+                        try response.message
+                    }
+                }
+            } catch {
+                // What went wrong while messages were made is the caller's own error.
+                throw failure.withLock { $0 } ?? error
+            }
+        }
+    }
+
+    /// Repeats a stream that is idempotent as a whole, where only the transport failed.
+    func sendWhole(_ deadline: Deadline, _ send: () async throws -> [UInt8]) async throws -> [UInt8] {
+        var attempt = 1
+        while true {
+            do {
+                return try await send()
+            } catch let error as PionError where error.fromTransport {
+                guard try await deadline.pause(after: error, attempt: attempt) else { throw error }
+                attempt += 1
+            }
+        }
+    }
+
+    func callOptions(_ deadline: Deadline) -> CallOptions {
+        var options = CallOptions.defaults
+        options.timeout = deadline.remaining
+        options.maxResponseMessageBytes = 66 << 20  // answers of Attend are as large as its queries
+        options.maxRequestMessageBytes = 66 << 20
+        return options
+    }
+
+    /// Ends work that makes no progress for `stallTimeout`.
+    private func watched<Result: Sendable>(
+        _ work: @Sendable @escaping (Progress) async throws -> Result
+    ) async throws -> Result {
+        let progress = Progress()
+        let limit = options.stallTimeout
+        return try await withThrowingTaskGroup(of: Result.self) { group in
+            group.addTask { try await work(progress) }
+            group.addTask {
+                while true {
+                    let left = progress.last + limit - ContinuousClock.now
+                    guard left > .zero else {
+                        throw PionError(.deadlineExceeded, "the stream made no progress for \(limit)")
+                    }
+                    try await Task.sleep(for: left)
+                }
+            }
+            defer { group.cancelAll() }
+            guard let result = try await group.next() else { throw CancellationError() }
+            return result
+        }
+    }
+}
+
+/// When something last moved.
+final class Progress: Sendable {
+    private let instant = Mutex(ContinuousClock.now)
+
+    var last: ContinuousClock.Instant { instant.withLock { $0 } }
+
+    func touch() { instant.withLock { $0 = ContinuousClock.now } }
+}
+
+/// Turns what the transport throws into our errors.
+func translated<Result>(_ body: () async throws -> Result) async throws -> Result {
+    do {
+        return try await body()
+    } catch let error as RPCError {
+        if error.code == .cancelled, Task.isCancelled { throw CancellationError() }
+        throw pionError(error)
+    }
+}
+
+private func pionError(_ error: RPCError) -> PionError {
+    for details in error.metadata[binaryValues: "grpc-status-details-bin"] {
+        if let known = PionError(details: details, message: error.message) { return known }
+    }
+    return PionError(reason(error.code), "\(error.code): \(error.message)", fromTransport: true)
+}
+
+/// Of statuses that nobody put an ErrorInfo to. A proxy whose backend died says internalError.
+private func reason(_ code: RPCError.Code) -> Reason {
+    switch code {
+    case .unavailable, .internalError, .cancelled, .unknown: .unavailable
+    case .deadlineExceeded: .deadlineExceeded
+    case .unimplemented: .unsupported
+    case .unauthenticated: .notAuthenticated
+    case .permissionDenied: .notAllowed
+    default: Reason(rawValue: "\(code)")
+    }
+}

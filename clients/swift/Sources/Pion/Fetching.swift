@@ -1,0 +1,175 @@
+import Foundation
+import PionWire
+import SwiftProtobuf
+import Synchronization
+
+/// What to fetch: a name, or the lease that `match` or `lookup` gave.
+public enum FetchSource: Sendable, Hashable {
+    case namespace(String)
+    case lease([UInt8])
+}
+
+extension PionClient {
+    /// Brings a prefix back, whole and with the bits that were stored; nil is a miss.
+    ///
+    /// A stream that breaks goes on where it broke. What was evicted or found damaged a moment ago is a miss.
+    ///
+    /// - Parameters:
+    ///   - rows: Only these; nil: all.
+    ///   - slots: Only these; none: all.
+    ///   - partKinds: Kinds of parts to bring along, those at the last row.
+    ///   - timeout: For everything; nil: as long as it makes progress.
+    public func fetch(
+        _ source: FetchSource, rows: Range<UInt64>? = nil, slots: [Int] = [], partKinds: [String] = [],
+        timeout: Duration? = nil
+    ) async throws -> Prefix? {
+        let fetching = Fetching(Reception(bytesMax: options.fetchBytesMax))
+        let request = fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
+        try await fetch(request, source, fetching, deadline: Deadline(timeout)) { _ in }
+        return fetching.reception.withLock { reception in
+            guard let announced = reception.announced else { return nil }
+            let (tensors, parts) = reception.result()
+            return Prefix(announced: announced, tensors: tensors, parts: parts)
+        }
+    }
+
+    /// Hands the bytes of a prefix on as they arrive, in order; nil is a miss.
+    ///
+    /// Needs memory for a few chunks, whatever the size. If the prefix changes on the way this throws
+    /// `generation`, as what was handed on cannot be taken back.
+    public func fetch(
+        _ source: FetchSource, rows: Range<UInt64>? = nil, slots: [Int] = [], partKinds: [String] = [],
+        timeout: Duration? = nil, to take: @Sendable @escaping (Announced, Arrived) async throws -> Void
+    ) async throws -> Announced? {
+        let fetching = Fetching(Reception(bytesMax: options.fetchBytesMax, keeps: false))
+        let request = fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
+        try await fetch(request, source, fetching, deadline: Deadline(timeout)) { arrived in
+            guard let announced = fetching.reception.withLock({ $0.announced }) else { return }
+            try await take(announced, arrived)
+        }
+        return fetching.reception.withLock { $0.announced }
+    }
+
+    private func fetchRequest(
+        _ source: FetchSource, rows: Range<UInt64>?, slots: [Int], partKinds: [String]
+    ) -> Pion_V1_PrefixStoreFetchRequest {
+        .with {
+            switch source {
+            case .namespace(let name): $0.namespace = name
+            case .lease(let id): $0.leaseID = Data(id)
+            }
+            if let rows {
+                $0.rows = .with {
+                    $0.begin = rows.lowerBound
+                    $0.end = rows.upperBound
+                }
+            }
+            $0.slots = slots.map(UInt32.init)
+            $0.partKinds = partKinds
+        }
+    }
+
+    private func fetch(
+        _ asked: Pion_V1_PrefixStoreFetchRequest, _ source: FetchSource, _ fetching: Fetching, deadline: Deadline,
+        take: @Sendable @escaping (Arrived) async throws -> Void
+    ) async throws {
+        let route =
+            switch source {
+            case .namespace(let name): route(of: name)
+            case .lease(let id): route(of: id)
+            }
+        var fruitless = 0
+        while !fetching.ended {
+            let before = fetching.doneBytes
+            do {
+                var request = asked
+                if let resume = fetching.reception.withLock({ $0.beginStream() }) { request.resume(resume) }
+                let bytes: [UInt8] = try request.serializedBytes()
+                try await receive(
+                    Service.prefixStore.method("Fetch"), bytes, route: route, deadline: deadline
+                ) { message in
+                    if let arrived = try fetching.take(message) { try await take(arrived) }
+                }
+                guard fetching.ended else {
+                    throw PionError(.badAnswer, "the stream ended before everything that was announced came")
+                }
+            } catch let error as PionError {
+                if fetching.ended { return }  // only the end of the stream was lost
+                fruitless = fetching.doneBytes > before ? 0 : fruitless + 1
+                if [.notStored, .evicted, .corrupt].contains(error.reason) {
+                    guard fetching.missed() else { throw error }
+                    return
+                }
+                guard try await resumes(fetching, after: error, fruitless: fruitless, deadline) else { throw error }
+            }
+        }
+    }
+
+    /// Gets ready to ask for the rest, if there is a point in it.
+    private func resumes(
+        _ fetching: Fetching, after error: PionError, fruitless: Int, _ deadline: Deadline
+    ) async throws -> Bool {
+        if error.reason == .generation, fetching.restarted() {
+            return fruitless < triesMax  // another prefix has taken the name meanwhile: that one, then
+        }
+        if error.reason == .checksum { return fruitless < triesMax }
+        return try await deadline.pause(after: error, attempt: fruitless)
+    }
+}
+
+/// A fetch in progress, shared with the task that takes the stream.
+private final class Fetching: Sendable {
+    let reception: Mutex<Reception>
+
+    init(_ reception: consuming Reception) {
+        self.reception = Mutex(reception)
+    }
+
+    var ended: Bool { reception.withLock { $0.ended } }
+    var doneBytes: UInt64 { reception.withLock { $0.doneBytes } }
+
+    /// Takes the next message; returns what arrived, if it was a chunk.
+    func take(_ message: [UInt8]) throws -> Arrived? {
+        let parsed: StreamMessage
+        do {
+            parsed = try Framing.parse(message)
+        } catch {
+            throw PionError(.badAnswer, "\(error)")
+        }
+        guard case .header(let bytes) = parsed else {
+            return try reception.withLock { try $0.take(parsed) }
+        }
+        let header = try decoded(bytes, as: Pion_V1_PrefixStoreFetchHeader.self)
+        let announced = header.found ? try Announced(header) : nil
+        try reception.withLock { try $0.take(header: announced) }
+        return nil
+    }
+
+    /// Forgets what came, if that is still possible and something was announced.
+    func restarted() -> Bool {
+        reception.withLock { reception in
+            guard reception.announced != nil, reception.restarts else { return false }
+            reception.restart()
+            return true
+        }
+    }
+
+    /// Makes it a miss, unless bytes are with the caller already.
+    func missed() -> Bool {
+        reception.withLock { reception in
+            guard reception.restarts else { return false }
+            reception.restart()
+            return (try? reception.take(header: nil)) != nil
+        }
+    }
+}
+
+extension Pion_V1_PrefixStoreFetchRequest {
+    fileprivate mutating func resume(_ resume: Resume) {
+        generation = resume.generation
+        resumeTensorIndex = resume.tensorIndex
+        resumeRow = resume.row
+        resumePart = resume.part
+        resumePartOffsetBytes = resume.partOffsetBytes
+    }
+}
