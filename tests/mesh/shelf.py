@@ -25,6 +25,8 @@ from pion_grpc.cli.mesh.nodes import Mesh, Node, read_mesh
 from tests.conftest import ServerProcess
 from tests.server.wire import eventually
 
+PASSWORD = "certificates are not all"
+
 
 class Shelf:
     """Machines of a mesh, each of its own ports on loopback."""
@@ -41,6 +43,7 @@ class Shelf:
 
     def open(self, names: str, *, proxies: str) -> None:
         """Makes everything, and starts it."""
+        (self.directory / "password").write_text(PASSWORD)
         self.render(names)
         self.command("certs", "--client", "user")
         with ThreadPoolExecutor() as pool:
@@ -97,12 +100,20 @@ class Shelf:
     def client(self, name: str = "", **options: Any) -> Client:
         """A client of a node's proxy, the first's by default."""
         node = self.node(name) if name else self.mesh.nodes[0]
-        address = f"{node.address}:{node.port}"
-        return Client(address, **{"tls": self.tls, "export": False, **options})
+        return self.client_of(f"{node.address}:{node.port}", **options)
 
     def direct(self, name: str) -> Client:
         """A client of a node's server, past every proxy."""
-        return Client(self.node(name).key, tls=self.tls, export=False)
+        return self.client_of(self.node(name).key)
+
+    def hashing(self, *, backwards: bool = False) -> Client:
+        """A client of all servers, past every proxy."""
+        return self.client_of(self.keys[::-1] if backwards else self.keys)
+
+    def client_of(self, address: str | list[str], **options: Any) -> Client:
+        """A client that may come in, unless it is told otherwise, and that streams."""
+        own = {"tls": self.tls, "password": PASSWORD, "export": False}
+        return Client(address, **{**own, **options})
 
     def holds(self, name: str) -> set[str]:
         """What one node has stored."""
@@ -135,7 +146,7 @@ class Shelf:
             f'[[node]]\nname = "{name}"\naddress = "127.0.0.1"\nport = {port}\n'
             f"server_port = {server_port}\nadmin_port = {admin_port}\n"
             f'directory = "{self.out / name}"\ndata = "{self.directory / name}"\n'
-            'serve = ["--attend", "off"]\n'
+            f'serve = ["--attend", "off", "--password-file", "{self.directory}/password"]\n'
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pion_client import Client, errors
+from pion_client import errors
 from tests.client.links import assert_same, random_layers
 from tests.mesh.prompts import MODEL, prompts
 from tests.mesh.shelf import Shelf
@@ -56,8 +56,7 @@ def test_pings_of_proxies_do_not_end_a_slow_call(fragile: Shelf) -> None:
 
 def test_an_upgrade_of_every_node_fails_no_call_and_loses_nothing(fragile: Shelf) -> None:
     some, others = prompts(60), prompts(60, first=60)
-    direct = Client(fragile.keys, tls=fragile.tls, export=False)
-    with direct, fragile.client() as through:
+    with fragile.hashing() as direct, fragile.client() as through:
         for prompt in some + others:
             prompt.store(through)
         acknowledged = {name: fragile.holds(name) for name in "abc"}

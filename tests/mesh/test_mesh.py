@@ -1,5 +1,6 @@
 """A real mesh: three servers, real Envoys, mutual TLS on every connection."""
 
+import base64
 import socket
 import ssl
 import threading
@@ -17,10 +18,11 @@ from pion_wire.v1 import prefix_store_pb2_grpc
 from tests.authorities import Authority
 from tests.client.links import assert_same, random_layers
 from tests.mesh.prompts import MODEL, Prompt, by_node, prompts
-from tests.mesh.shelf import Shelf
+from tests.mesh.shelf import PASSWORD, Shelf
 from tests.server.wire import eventually
 
 MANY = prompts(1_000)
+BASIC = base64.b64encode(f":{PASSWORD}".encode()).decode()
 LARGE = random_layers(3, 8_000, slots=8, heads=4, dim=64)
 """65 MB."""
 
@@ -45,17 +47,48 @@ def test_of_a_thousand_none_is_lost_or_in_two_places(stored: Shelf) -> None:
 
 @pytest.mark.parametrize("who", ["another proxy", "no proxy", "no proxy, nodes in another order"])
 def test_nobody_looks_for_a_prefix_in_another_place(stored: Shelf, who: str) -> None:
-    keys = stored.keys
     clients = {
         "another proxy": lambda: stored.client("b"),
-        "no proxy": lambda: Client(keys, tls=stored.tls, export=False),
-        "no proxy, nodes in another order": lambda: Client(
-            ",".join(reversed(keys)), tls=stored.tls, export=False
-        ),
+        "no proxy": stored.hashing,
+        "no proxy, nodes in another order": lambda: stored.hashing(backwards=True),
     }
     with clients[who]() as client:
         assert all(prompt.matches(client) for prompt in MANY)
         assert all(prompt.fetched(client) for prompt in MANY[:100])
+
+
+def test_a_client_of_all_nodes_misses_no_name(stored: Shelf) -> None:
+    with stored.hashing() as stranger:
+        assert [info.namespace for info in stranger.list("prompt/")] == sorted(p.name for p in MANY)
+        for prompt in MANY[:50]:
+            assert prompt.is_whole(stranger.fetch(prompt.name)), "it knows nothing but the name"
+        for prompt in MANY[50:100]:
+            assert stranger.lookup(prompt.name).hit
+        assert stranger.fetch("nobody's") is None
+        some = prompts(9, first=7_000)
+        for prompt in some:
+            prompt.store(stranger)
+    with stored.hashing() as stranger:
+        names = [prompt.name for prompt in some]
+        assert stranger.drop(*names, "nobody's") == [True] * 9 + [False]
+        assert not {info.namespace for info in stranger.list("prompt/7")} & set(names)
+
+
+def test_who_has_stored_a_prefix_needs_no_more_than_its_name(stored: Shelf) -> None:
+    some = prompts(300, first=8_000)
+    with stored.client() as client:
+        for prompt in some:
+            prompt.store(client)
+        for prompt in some:
+            assert prompt.is_whole(client.fetch(prompt.name))
+        assert all(client.drop(prompt.name) == [True] for prompt in some)
+
+
+def test_a_certificate_is_no_password(stored: Shelf) -> None:
+    for address in (f"127.0.0.1:{stored.node('a').port}", stored.node("a").key, stored.keys):
+        client = stored.client_of(address, password="wrong")
+        with client, pytest.raises(errors.NotAuthenticated):
+            client.fetch(MANY[0].name)
 
 
 def test_strangers_get_nothing_from_a_proxy_or_a_node(stored: Shelf, tmp_path) -> None:
@@ -69,7 +102,7 @@ def test_strangers_get_nothing_from_a_proxy_or_a_node(stored: Shelf, tmp_path) -
     proxy, node = f"127.0.0.1:{stored.node('a').port}", stored.node("a").key
     for what, tls in strangers.items():
         for address in (proxy, node):
-            with Client(address, tls=tls, export=False) as client:
+            with stored.client_of(address, tls=tls) as client:
                 with pytest.raises(errors.Unavailable):
                     client.fetch(MANY[0].name)
                 with pytest.raises(errors.Unavailable):
@@ -82,7 +115,7 @@ def test_a_clients_certificate_does_not_make_a_node(stored: Shelf, start_server)
     tls = stored.tls
     flags = ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-client-ca", str(tls.ca)]
     impostor = start_server(*flags, listen="127.0.0.1:0")
-    client = Client(impostor.address, tls=tls, export=False)
+    client = stored.client_of(impostor.address)
     with client, pytest.raises(errors.Unavailable):
         client.describe()
 
@@ -108,7 +141,8 @@ def test_no_message_is_larger_than_clients_of_any_language_take(stored: Shelf) -
             stub = prefix_store_pb2_grpc.PrefixStoreStub(channel)  # nothing is set but certificates
             route = Ring(stored.keys)
             name = next(p.route for p in MANY if route.node(p.route) == stored.node(node).key)
-            messages = stub.Fetch(request, metadata=[("pion-route", name)], timeout=30)
+            metadata = [("pion-route", name), ("authorization", f"Basic {BASIC}")]
+            messages = stub.Fetch(request, metadata=metadata, timeout=30)
             total = sum(message.ByteSize() for message in messages)
     assert total > sum(side.nbytes for pair in LARGE for side in pair)
 
@@ -200,8 +234,7 @@ def of_node(shelf: Shelf, name: str, count: int) -> list[Prompt]:
 def test_a_node_that_dies_costs_misses_and_nothing_else(fragile: Shelf, proxied: bool) -> None:
     some = MANY[:90]
     lost = {prompt.name for prompt in of_node(fragile, "c", 1_000)} & {p.name for p in some}
-    direct = Client(fragile.keys, tls=fragile.tls, export=False)
-    with direct, fragile.client() as through:
+    with fragile.hashing() as direct, fragile.client() as through:
         client = through if proxied else direct
         for prompt in some:
             prompt.store(client)

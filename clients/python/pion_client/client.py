@@ -9,6 +9,8 @@ every byte of it is here and checked.
 
 import builtins
 import functools
+import heapq
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -66,7 +68,8 @@ class Client(AttendMixin):
 
     Args:
         address: `host:port` or `unix:/path`. Several, or with commas between, are the nodes of a mesh:
-            each call goes to the one that a proxy would send it to, `list` to one of them.
+            each call goes to the one that a proxy would send it to. `list` and `drop`, and what asks for
+            a name that this client has not met, ask all of them; `stats` and `describe` one.
         export: read the server's files where it runs on this host; False always streams.
         verify: check every page of those files against its checksum first.
         tenant, password: who asks; by default PION_TENANT and PION_PASSWORD of the environment.
@@ -100,7 +103,7 @@ class Client(AttendMixin):
         self._connection = Connection(address, tenant=self._tenant, password=password, tls=tls)
         self._calls = Calls(self._connection, timeout_s, stall_timeout_s)
         self._lanes = Lanes(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
-        self._routes = Routes()
+        self._routes = Routes(self._connection.everywhere)
         self.attending = Attending(self._calls, self._routes)
 
     def __repr__(self) -> str:
@@ -369,13 +372,15 @@ class Client(AttendMixin):
             restored_prefill_ms=restored_prefill_ms,
         )
         request = pb.PrefixStoreLookupRequest(queries=[query], lease_ms=lease_ms)
-        route = self._routes.of(namespace)
+        routes = self._routes.where(namespace)
         if model and packed:
-            route = route_key(self._tenant, model, packed)
-        lookup = answers.lookup(self._calls.ask("lookup", request, route, timeout_s, tries))
-        if lookup.hit:
-            self._routes.remember(namespace, route)
-            self._routes.remember(lookup.lease_id, route)
+            routes = (route_key(self._tenant, model, packed),)
+        for route in routes:
+            lookup = answers.lookup(self._calls.ask("lookup", request, route, timeout_s, tries))
+            if lookup.hit:
+                self._routes.remember(namespace, route)
+                self._routes.remember(lookup.lease_id, route)
+                break
         return lookup
 
     def list(self, prefix: str = "", *, timeout_s: float | None = None) -> Iterator[PrefixInfo]:
@@ -385,11 +390,17 @@ class Client(AttendMixin):
             prefix: only names that begin with it.
             timeout_s: for each page, instead of the client's.
         """
-        request = pb.PrefixStoreListRequest(
-            page_size=limits.NAMES_MAX, namespace_prefix=text("prefix", prefix)
-        )
+        text("prefix", prefix)
+        routes = self._routes.everywhere or (prefix,)
+        listings = [self._listed(prefix, route, timeout_s) for route in routes]
+        merged = heapq.merge(*listings, key=lambda info: info.namespace.encode())
+        for _, same in itertools.groupby(merged, key=lambda info: info.namespace):
+            yield next(same)
+
+    def _listed(self, prefix: str, route: str, timeout_s: float | None) -> Iterator[PrefixInfo]:
+        request = pb.PrefixStoreListRequest(page_size=limits.NAMES_MAX, namespace_prefix=prefix)
         while True:
-            page = self._calls.ask("list_page", request, prefix, timeout_s)
+            page = self._calls.ask("list_page", request, route, timeout_s)
             yield from map(answers.prefix_info, page.prefixes)
             if not page.next_page_token:
                 return
@@ -488,16 +499,22 @@ class Client(AttendMixin):
             part_kinds=part_kinds,
         )
         try:
-            return self._lanes.fetch(
-                asked,
-                as_mlx=as_mlx,
-                keep=_canonical(codecs),
-                progress=progress,
-                route=self._routes.of(lease_id or namespace or ""),
-                deadline=self._calls.stream_deadline(timeout_s, tries),
-            )
+            deadline = self._calls.stream_deadline(timeout_s, tries)
+            for route in self._routes.where(lease_id or namespace or ""):
+                prefix = self._lanes.fetch(
+                    asked,
+                    as_mlx=as_mlx,
+                    keep=_canonical(codecs),
+                    progress=progress,
+                    route=route,
+                    deadline=deadline,
+                )
+                if prefix is not None:
+                    self._routes.remember(prefix.namespace, route)
+                    return prefix
         except (NotStored, DataCorrupt):
             return None
+        return None
 
     def read_rows(
         self,
@@ -552,10 +569,13 @@ class Client(AttendMixin):
         for begin in range(0, len(namespaces), limits.NAMES_MAX):
             names = namespaces[begin : begin + limits.NAMES_MAX]
             request = pb.PrefixStoreDropRequest(namespaces=_names(names))
-            answer = self._calls.once("drop", request, self._routes.of(names[0]), timeout_s)
-            if len(answer.results) != len(names):
-                raise BadAnswer(f"{len(answer.results)} answers about {len(names)} names")
-            dropped += [result.dropped for result in answer.results]
+            gone = [False] * len(names)
+            for route in self._routes.everywhere or (self._routes.of(names[0]),):
+                answer = self._calls.once("drop", request, route, timeout_s)
+                if len(answer.results) != len(names):
+                    raise BadAnswer(f"{len(answer.results)} answers about {len(names)} names")
+                gone = [was or one.dropped for was, one in zip(gone, answer.results, strict=True)]
+            dropped += gone
         return dropped
 
     def save(self, *namespaces: str, timeout_s: float | None = None) -> int:

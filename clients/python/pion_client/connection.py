@@ -37,6 +37,7 @@ from pion_client.errors import (
     may_ask_again,
 )
 from pion_client.nodes import RingChannel
+from pion_client.ring import Ring
 from pion_client.tls import Tls
 from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.v1.attend_pb2_grpc import AttendStub
@@ -163,6 +164,11 @@ class Connection:
         self._stubs: Stubs | None = None
         self._closed = False
         _process.connections.add(self)
+
+    @property
+    def everywhere(self) -> tuple[str, ...]:
+        """A route to each node; of one server, or of a proxy whose nodes are not known, none."""
+        return Ring(self.targets).routes() if len(self.targets) > 1 else ()
 
     def metadata(self, route: str) -> Metadata:
         """Returns what every call carries: where a proxy shall send it, and who asks."""

@@ -12,6 +12,7 @@ all of them move back when it returns.
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Collection, Sequence
 
@@ -41,6 +42,15 @@ class Ring:
         points = sorted((_hash(f"{node}_{index}"), node) for node in up for index in range(each))
         self._hashes = [point for point, _ in points]
         self._nodes = [node for _, node in points]
+
+    def routes(self) -> tuple[str, ...]:
+        """Returns a route to each node that is up: some text that belongs to it."""
+        found: dict[str, str] = {}
+        for number in itertools.count():
+            if len(found) == len(set(self._nodes)):
+                return tuple(found.values())
+            found.setdefault(self.node(str(number)), str(number))
+        raise AssertionError("numbers have no end")
 
     def node(self, route: str) -> str:
         """Returns the node of a route, as it stands in the metadata `pion-route`."""
