@@ -94,7 +94,8 @@ def _advice(address: str, error: errors.PionError) -> str:
         listen = "" if address == DEFAULT_ADDRESS else f" --listen {address}"
         return (
             f"no server answers at {address}: start one with `pion-grpc serve{listen}`, or name "
-            "another with --address or PION_ADDRESS"
+            "another with --address or PION_ADDRESS; one with TLS answers nobody who does not trust "
+            "it, or whose certificate it does not know (--tls-ca, --tls-cert, --tls-key)"
         )
     if isinstance(error, errors.DeadlineExceeded):
         return f"the server at {address} did not answer in time: is it one of ours, and is it well?"

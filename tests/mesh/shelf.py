@@ -49,7 +49,7 @@ class Shelf:
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.start, names))
         for name in proxies:
-            self.proxies[name] = Envoy(self.node(name))
+            self.start_proxy(name)
         eventually(self.all_healthy)
 
     def command(self, what: str, *flags: str) -> None:
@@ -96,6 +96,12 @@ class Shelf:
         _, serve, *flags = services.server_command(node)
         assert serve == "serve"
         self.servers[name] = ServerProcess(Path(node.places.data), *_after_data(flags, node))
+
+    def start_proxy(self, name: str) -> None:
+        """Starts the proxy of a node; one that runs is ended."""
+        if name in self.proxies:
+            self.proxies[name].close()
+        self.proxies[name] = Envoy(self.node(name))
 
     def client(self, name: str = "", **options: Any) -> Client:
         """A client of a node's proxy, the first's by default."""
@@ -146,7 +152,7 @@ class Shelf:
             f'[[node]]\nname = "{name}"\naddress = "127.0.0.1"\nport = {port}\n'
             f"server_port = {server_port}\nadmin_port = {admin_port}\n"
             f'directory = "{self.out / name}"\ndata = "{self.directory / name}"\n'
-            f'serve = ["--attend", "off", "--password-file", "{self.directory}/password"]\n'
+            f'serve = ["--attend", "numpy", "--password-file", "{self.directory}/password"]\n'
         )
 
 

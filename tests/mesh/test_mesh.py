@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from pion_client import Client, Tls, errors
@@ -89,6 +90,38 @@ def test_a_certificate_is_no_password(stored: Shelf) -> None:
         client = stored.client_of(address, password="wrong")
         with client, pytest.raises(errors.NotAuthenticated):
             client.fetch(MANY[0].name)
+
+
+def test_attention_is_not_computed_from_another_nodes_rows(stored: Shelf) -> None:
+    some = [of_node(stored, name, 1)[0] for name in "abc"]
+    random = np.random.default_rng(2)
+    layers = [(random.normal(size=(2, 64, 8)).astype("f4"),) * 2 for _ in some]
+    for who in (stored.client, stored.hashing):
+        with who() as client:
+            for prompt, pair in zip(some, layers, strict=True):
+                name, query = f"attend/{prompt.number}", np.ones((2, 8), np.float32)
+                ids = [*prompt.token_ids, *range(48)]
+                client.store(name, layers=[pair], token_ids=ids, model=MODEL, replace=True)
+                client.warm(name)
+                answer = client.attend_query(name, 0, query)
+                assert client.attend_lane == "stream"
+                np.testing.assert_allclose(answer, attention(query, *pair), rtol=1e-4, atol=1e-5)
+                client.drop(name)
+
+
+def attention(query: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    scores = np.einsum("hd,hnd->hn", query, k) / np.sqrt(k.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    found: np.ndarray = np.einsum("hn,hnd->hd", weights / weights.sum(-1, keepdims=True), v)
+    return found
+
+
+def test_a_proxy_that_comes_back_is_found_again(stored: Shelf) -> None:
+    with stored.client("b") as client:
+        assert MANY[0].fetched(client)
+        stored.start_proxy("b")
+        eventually(stored.all_healthy)
+        assert all(prompt.fetched(client) for prompt in MANY[:20])
 
 
 def test_strangers_get_nothing_from_a_proxy_or_a_node(stored: Shelf, tmp_path) -> None:

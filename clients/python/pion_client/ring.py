@@ -7,8 +7,8 @@ whose point is the first at or after XXH64 of the route, around the end if there
 The one decision: the circle has `POINTS_PER_NODE` points for each node that there is, up or down, and
 those that are up share all of them. That is what a proxy does whose smallest ring is set to that total.
 With a node more everyone keeps the points that it has, so only what the new node takes over moves. While
-a node is down the others share its points, too: about as many keys move among them as it had itself, and
-all of them move back when it returns.
+a node is down the others share its points, too: of their own keys some move among them, never more than
+the dead one had, and all of them move back when it returns.
 """
 
 import bisect
