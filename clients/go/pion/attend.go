@@ -41,6 +41,10 @@ type AttendPrefix struct {
 	Heads     uint32
 	HeadDim   uint32
 	Layers    []uint32 // none means all
+	// Generation that the rows must be of; 0 takes any.
+	Generation uint64
+	// Rows from the first one; layers with fewer are skipped. 0 takes all there are.
+	Rows uint64
 }
 
 // AttendKind is which attention a query asks for: Dense, Fused, Sparse, SparseAuto or SparseAutoFused.
@@ -122,6 +126,7 @@ func (c *Client) AttendWarm(ctx context.Context, session string, prefix AttendPr
 	header := &pionv1.AttendStoreHeader{Session: session, Source: &pionv1.AttendStoreHeader_FromPrefix{
 		FromPrefix: &pionv1.AttendFromPrefix{
 			Namespace: prefix.Namespace, Heads: prefix.Heads, HeadDim: prefix.HeadDim, Layers: prefix.Layers,
+			Generation: prefix.Generation, Rows: prefix.Rows,
 		},
 	}}
 	return c.warm(ctx, header)

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 )
@@ -57,6 +58,8 @@ const (
 	ReasonCanceled Reason = "CANCELED"
 	// ReasonBadAnswer: the answer contradicts itself or the request; nothing of it was used.
 	ReasonBadAnswer Reason = "BAD_ANSWER"
+	// ReasonClosed: the client has been closed.
+	ReasonClosed Reason = "CLOSED"
 	// ReasonUnsupported: this client cannot take rows in such a codec, or the server no such call.
 	ReasonUnsupported Reason = "UNSUPPORTED"
 )
@@ -123,6 +126,9 @@ func errorOf(ctx context.Context, err error) error {
 	}
 	if cause := context.Cause(ctx); cause != nil {
 		return endedBy(cause)
+	}
+	if errors.Is(err, grpc.ErrClientConnClosing) {
+		return &Error{Reason: ReasonClosed, Message: "the client has been closed", cause: err}
 	}
 	reason, ok := reasonsByCode[state.Code()]
 	if !ok {

@@ -8,6 +8,8 @@ import (
 	"crypto/rand"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/hex"
+	"encoding/json"
 	"encoding/pem"
 	"errors"
 	"io"
@@ -20,10 +22,12 @@ import (
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	spb "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"pion-grpc/clients/go/pionv1"
@@ -306,6 +310,81 @@ func TestOnlyWhatIsSafeIsAskedAgain(t *testing.T) {
 	defer cancel()
 	if lookup, err := dial(t, server.start(t), Options{}).Lookup(ctx, LookupRequest{Namespace: "n"}); err != nil || !lookup.Hit {
 		t.Errorf("a caller with time was not waited for: %v", err)
+	}
+}
+
+func TestAClosedClientIsNotWaitedFor(t *testing.T) {
+	begun := make(chan struct{})
+	server := &scripted{fetch: func(_ int, _ *pionv1.PrefixStoreFetchRequest, stream pionv1.PrefixStore_FetchServer) error {
+		close(begun)
+		<-stream.Context().Done()
+		return stream.Context().Err()
+	}}
+	client := dial(t, server.start(t), Options{})
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	failed := make(chan error)
+	go func() {
+		_, err := client.Fetch(ctx, FetchRequest{Namespace: "n"})
+		failed <- err
+	}()
+	<-begun
+	client.Close()
+	if err := <-failed; !errors.Is(err, ReasonClosed) {
+		t.Errorf("during a call: %v", err)
+	}
+	if _, err := client.Lookup(ctx, LookupRequest{Namespace: "n"}); !errors.Is(err, ReasonClosed) || ctx.Err() != nil {
+		t.Errorf("after it: %v", err)
+	}
+}
+
+func TestTheSharedStatusesKeepTheirReasons(t *testing.T) {
+	var known struct {
+		Statuses []struct {
+			Name, Status string
+			Reason       *Reason
+			Metadata     map[string]string
+			RetryMS      *int64 `json:"retry_ms"`
+		}
+	}
+	text, err := os.ReadFile(filepath.Join("..", "..", "..", "tests", "vectors", "errors.json"))
+	if err != nil || json.Unmarshal(text, &known) != nil || len(known.Statuses) == 0 {
+		t.Fatalf("no vectors: %v", err)
+	}
+	for _, v := range known.Statuses {
+		data, err := hex.DecodeString(v.Status)
+		if err != nil {
+			t.Fatal(err)
+		}
+		said := new(spb.Status)
+		if proto.Unmarshal(data, said) != nil { // gRPC then makes the status from code and message alone
+			said = &spb.Status{Code: int32(codes.Internal)}
+		}
+		if said.GetCode() == 0 {
+			said.Code = int32(codes.Internal)
+		}
+		var failed *Error
+		if !errors.As(errorOf(t.Context(), status.FromProto(said).Err()), &failed) {
+			t.Fatalf("%s: no error", v.Name)
+		}
+		if failed.FromTransport != (v.Reason == nil) {
+			t.Errorf("%s: FromTransport is %v", v.Name, failed.FromTransport)
+		}
+		if v.Reason == nil {
+			continue
+		}
+		retry := int64(0)
+		if v.RetryMS != nil {
+			retry = *v.RetryMS
+		}
+		if failed.Reason != *v.Reason || failed.RetryAfter.Milliseconds() != retry || len(failed.Metadata) != len(v.Metadata) {
+			t.Errorf("%s: %#v", v.Name, failed)
+		}
+		for key, value := range v.Metadata {
+			if failed.Metadata[key] != value {
+				t.Errorf("%s: %s is %q", v.Name, key, failed.Metadata[key])
+			}
+		}
 	}
 }
 

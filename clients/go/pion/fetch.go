@@ -25,7 +25,8 @@ type FetchRequest struct {
 	// PartKinds are the kinds of parts to bring along, those at the last row.
 	PartKinds []string
 	// Into returns the memory for the rows of a tensor: at least so many bytes. Without it, or where it
-	// returns nil, memory is allocated.
+	// returns nil, memory is allocated. It is asked for all tensors again if the prefix was replaced on
+	// the way. After an error, what is in that memory is of no use.
 	Into func(tensor wire.TensorLayout, bytes int) []byte
 	// Progress is called with the bytes here and those in all. An error abandons the fetch.
 	Progress func(done, total uint64) error

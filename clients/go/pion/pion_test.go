@@ -600,8 +600,12 @@ func TestAttentionIsWhatTheFormulaSays(t *testing.T) {
 	}
 	near(t, answer.LogSumExp, wantLSE)
 
-	mustStore(t, client, sample("attended", wire.F16, 100))
-	warmed, err = client.AttendWarm(t.Context(), "from-prefix", AttendPrefix{Namespace: "attended"})
+	stored := mustStore(t, client, sample("attended", wire.F16, 100))
+	another := AttendPrefix{Namespace: "attended", Generation: stored.Generation + 1}
+	if _, err = client.AttendWarm(t.Context(), "from-prefix", another); !errors.Is(err, ReasonGeneration) {
+		t.Errorf("another generation: %v", err)
+	}
+	warmed, err = client.AttendWarm(t.Context(), "from-prefix", AttendPrefix{Namespace: "attended", Generation: stored.Generation, Rows: 64})
 	if err != nil || warmed.Layers != sampleSlots {
 		t.Errorf("%+v, %v", warmed, err)
 	}

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -27,6 +28,7 @@ Commands:
   stat [NAME]      describe a prefix; without a name, the server and its receipt
   get NAME FILE    write a prefix as a safetensors file
   put FILE [NAME]  store the prefix of such a file
+  time NAME [N]    fetch a prefix N times (5) and say how long each took
 
 The password comes from PION_PASSWORD; the other flags' defaults from PION_ADDRESS, PION_TENANT,
 PION_TLS_CA, PION_TLS_CERT and PION_TLS_KEY.
@@ -85,6 +87,8 @@ func run(ctx context.Context, arguments []string, out, notes io.Writer) error {
 		return stat(ctx, client, rest[0], out)
 	case command == "get" && len(rest) == 2:
 		return get(ctx, client, rest[0], rest[1], *replace, out, notes)
+	case command == "time" && (len(rest) == 1 || len(rest) == 2):
+		return timed(ctx, client, rest[0], orElse(strings.Join(rest[1:], ""), "5"), out)
 	case command == "put" && (len(rest) == 1 || len(rest) == 2):
 		return put(ctx, client, rest[0], strings.Join(rest[1:], ""), *replace, out)
 	}
@@ -260,6 +264,35 @@ func put(ctx context.Context, client *pion.Client, file, name string, replace bo
 		what = "was stored already"
 	}
 	fmt.Fprintf(out, "%s: %d tokens; %s\n", printable(stored.Namespace), stored.TokenCount, what)
+	return nil
+}
+
+// timed fetches into the same memory again and again, as a server that reuses its caches does.
+func timed(ctx context.Context, client *pion.Client, name, runs string, out io.Writer) error {
+	count, err := strconv.Atoi(runs)
+	if err != nil || count < 1 {
+		return fmt.Errorf("%q is no number of times", runs)
+	}
+	memory := map[string][]byte{}
+	into := func(tensor wire.TensorLayout, size int) []byte {
+		if len(memory[tensor.Name()]) < size {
+			memory[tensor.Name()] = make([]byte, size)
+		}
+		return memory[tensor.Name()]
+	}
+	for range count {
+		begun := time.Now()
+		prefix, err := client.Fetch(ctx, pion.FetchRequest{Namespace: name, Into: into})
+		if err != nil {
+			return err
+		}
+		if !prefix.Hit {
+			return fmt.Errorf("%q is not stored: %v", name, prefix.Reason)
+		}
+		seconds := time.Since(begun).Seconds()
+		fmt.Fprintf(out, "{\"bytes\": %d, \"seconds\": %.6f, \"mb_per_s\": %.1f}\n",
+			prefix.TotalBytes, seconds, float64(prefix.TotalBytes)/1e6/seconds)
+	}
 	return nil
 }
 

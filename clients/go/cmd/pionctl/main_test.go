@@ -126,6 +126,9 @@ func TestAFileIsTheSameWhoeverWritesItAndWhoeverReadsIt(t *testing.T) {
 	if out := s.must("stat", "by-pionctl"); !strings.Contains(out, "2 x 64 BF16, raw") || !strings.Contains(out, "700000 bytes at 3000 tokens") {
 		t.Error(out)
 	}
+	if out := s.must("time", "by-pionctl", "3"); strings.Count(out, "\"bytes\": ") != 3 {
+		t.Error(out)
+	}
 	if out := s.must("stat"); !strings.Contains(out, "prefixes") || !strings.Contains(out, "tokens served") {
 		t.Error(out)
 	}

@@ -101,9 +101,14 @@ extension PionClient {
     }
 
     /// Makes a stored prefix resident. Heads and head dim of nil take the stored layout's.
+    ///
+    /// - Parameters:
+    ///   - layers: Only these; none: all.
+    ///   - generation: That the rows must be of; nil takes any.
+    ///   - rows: How many from the first one; layers with fewer are skipped. nil takes all there are.
     public func attendWarm(
         session: String, namespace: String, heads: Int? = nil, headDim: Int? = nil, layers: [Int] = [],
-        timeout: Duration? = nil
+        generation: UInt64? = nil, rows: UInt64? = nil, timeout: Duration? = nil
     ) async throws -> Warmed {
         remember(session, route: route(of: namespace))  // to the node that holds it
         let header = Pion_V1_AttendStoreHeader.with {
@@ -113,6 +118,8 @@ extension PionClient {
                 $0.heads = UInt32(heads ?? 0)
                 $0.headDim = UInt32(headDim ?? 0)
                 $0.layers = layers.map(UInt32.init)
+                $0.generation = generation ?? 0
+                $0.rows = rows ?? 0
             }
         }
         return try await attendStore(header, [], timeout: timeout)
