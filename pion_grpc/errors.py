@@ -110,6 +110,19 @@ class DiskFull(PionError):
     retry_after_ms = 10_000
 
 
+class Unreadable(PionError):
+    """A stored file cannot be opened. It may be whole: nothing is taken out for it."""
+
+    reason = "CORRUPT"
+
+
+class TooManyFiles(PionError):
+    """This process may not open more files."""
+
+    reason = "TOO_MANY_STREAMS"
+    retry_after_ms = 1_000
+
+
 class TooManyStreams(PionError):
     """All stream permits are taken."""
 
@@ -140,6 +153,12 @@ class NotAuthenticated(PionError):
     """No credentials, or unknown ones."""
 
     reason = "NOT_AUTHENTICATED"
+
+
+class NotAllowed(PionError):
+    """These credentials may not do that."""
+
+    reason = "NOT_ALLOWED"
 
 
 class CannotStart(Exception):

@@ -28,7 +28,7 @@ from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import CannotStart, DiskFull, PionError
-from pion_grpc.resp.server import RespServer, RespSettings, remove_dead_socket
+from pion_grpc.resp.server import RespServer, RespSettings, files_max, remove_dead_socket
 from pion_grpc.rpc.attend import AttendService
 from pion_grpc.rpc.prefix_store import PrefixStoreService
 from pion_grpc.rpc.service import (
@@ -56,6 +56,8 @@ HEALTH_THREADS = 4
 """Threads of health's own, so that it answers whatever the others are busy with."""
 TICK_S = 1.0
 CLEAN_EVERY_TICKS = 30
+CROWD_TICK_S = 0.1
+CROWD_TICKS_MAX = 50
 HURRY_TICK_S = 0.05
 
 CHANNEL_OPTIONS = (
@@ -109,6 +111,7 @@ class Server:
         os.umask(0o077)
         tune_allocator()
         tune_blas()
+        files_max()
         backend = attend_backend(config)
         self._directory = DataDirectory(config.data)
         self.store = self._opened_store()
@@ -150,6 +153,7 @@ class Server:
             off = name == SERVICES["Attend"].full_name and self.attend is None
             status = health_pb2.HealthCheckResponse
             self._health.set(name, status.NOT_SERVING if off else status.SERVING)
+        self._log_losses()  # of those that were here before
         _log.info(
             "ready" if self._worker is None else "worker ready",
             **({} if self._worker is None else {"worker": self._worker.index}),
@@ -202,6 +206,9 @@ class Server:
             raise CannotStart(
                 f"cannot use the data directory {self._config.data}: {error}"
             ) from error
+        except CannotStart:
+            self._directory.close()
+            raise
 
     def _close_store(self) -> None:
         try:
@@ -216,15 +223,19 @@ class Server:
         lost = self.store.space.losses()
         if lost.evicted:
             _log.info("evicted", count=lost.evicted, prefixes=lost.evicted_names)
+        if lost.ownerless:
+            _log.info("files that nothing names removed", count=lost.ownerless)
         if lost.corrupt:
             _log.warning("damaged prefixes taken out", count=lost.corrupt, files=lost.corrupt_files)
+        for problem in lost.troubles:
+            _log.warning("file in trouble", problem=problem)
 
     def _add_services(self, credentials: Credentials) -> None:
         implementations = {
             "PrefixStore": PrefixStoreService(self.store, self._config, unix_ms(), self.attend),
             "Attend": self._attending or UnimplementedService(SERVICES["Attend"], ATTEND_OFF),
             "SSMState": SSMStateService(self.states),
-            "Stats": StatsService(self.store.ledger),
+            "Stats": StatsService(self.store, workers=self._config.workers),
         }
         handlers = [
             service_handler(
@@ -287,12 +298,13 @@ class Server:
         ticks = 0
         while not self._stopping.wait(TICK_S):
             ticks += 1
+            self._clear_lobby()
             try:
                 self._log_losses()
                 self.store.tick()
                 if self.resp is not None:
                     self.resp.tick()
-                cut = self._streams.cut_stalled() + self._lobby.cut_stalled()
+                cut = self._streams.cut_stalled()
                 if cut:
                     _log.warning("streams cut off", count=cut, stall_ms=self._config.stall_ms)
                 if ticks % CLEAN_EVERY_TICKS == 0:
@@ -301,6 +313,16 @@ class Server:
                 _log.warning("housekeeping failed", reason=error.reason, problem=str(error))
             except Exception:
                 _log.exception("housekeeping failed")
+
+    def _clear_lobby(self) -> None:
+        """Cuts off who says nothing, over and over as long as others may stand in line behind them."""
+        cut = self._lobby.cut_stalled()
+        for _ in range(CROWD_TICKS_MAX):  # housekeeping must go on as well
+            if not self._lobby.crowded or self._stopping.wait(CROWD_TICK_S):
+                break
+            cut += self._lobby.cut_stalled()
+        if cut:
+            _log.warning("silent calls cut off", count=cut)
 
 
 def serve(config: Config, worker: Worker | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pion_client.errors import NotAllowed
 from pion_client.values import Description, PrefixInfo, Receipt
 from pion_grpc.cli.connecting import connected
 from pion_grpc.cli.output import pairs, printable, seconds, show, size, table
@@ -52,18 +53,23 @@ def stat(options: argparse.Namespace) -> int:
     """Shows the receipt, and what the server is and holds."""
     with connected(options) as client:
         server = client.describe()
-        receipt = client.reset_stats() if options.reset else client.stats()
+        receipt: Receipt | None = None
+        try:
+            receipt = client.reset_stats() if options.reset else client.stats()
+        except NotAllowed:  # a tenant's
+            if options.reset:
+                raise
 
     def render(console: Console) -> None:
-        since = f"since {_moment(receipt.since_unix_ms)}"
-        console.print(pairs(f"Receipt, {since}", _receipt_rows(receipt)))
+        if receipt is not None:
+            since = f"since {_moment(receipt.since_unix_ms)}"
+            console.print(pairs(f"Receipt, {since}", _receipt_rows(receipt)))
         console.print(pairs(f"Server at {options.address}", _server_rows(server)))
         if options.reset:
             console.print("the receipt has been set to zero")
 
-    hit_rate = _hit_rate(receipt)
     value = {
-        "receipt": {**dataclasses.asdict(receipt), "hit_rate": hit_rate},
+        "receipt": receipt and {**dataclasses.asdict(receipt), "hit_rate": _hit_rate(receipt)},
         "server": {"address": options.address, **dataclasses.asdict(server)},
     }
     show(options, value, render)

@@ -39,6 +39,7 @@ from pion_grpc.storage.catalog import (
 )
 from pion_grpc.storage.pages import RowFile, SegmentWriter
 from pion_grpc.storage.sides import Sides
+from pion_wire import limits
 from pion_wire.framing import RowChunk
 from pion_wire.layout import Layout, Side, TensorLayout
 from pion_wire.segment import SegmentLayout
@@ -241,10 +242,10 @@ def tensor_of(
     declared = Sides(transaction).of(row.id).get(side.value)
     if declared:
         return Declaration.from_json(declared).tensor(slot, side)
+    if slot >= limits.SLOTS_MAX or transaction.token_ids(row.id):
+        return None
     alike = {dataclasses.replace(tensor, slot=slot) for tensor in own}
-    if len(alike) == 1 and not transaction.token_ids(row.id):
-        return alike.pop()
-    return None
+    return alike.pop() if len(alike) == 1 else None
 
 
 def with_tensor(

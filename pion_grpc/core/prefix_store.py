@@ -9,11 +9,12 @@ Reads never write: uses are noted in memory and flushed by `tick`.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -55,6 +56,7 @@ from pion_grpc.core.values import (
     check_names,
     check_namespace,
     check_prefill,
+    check_slots,
 )
 from pion_grpc.core.workshop import RowFileNames, Workshop, sync_prefixes
 from pion_grpc.errors import (
@@ -64,7 +66,9 @@ from pion_grpc.errors import (
     InvalidRequest,
     LayoutDiffers,
     NotStored,
+    OverBudget,
     RowsOutOfRange,
+    Unreadable,
 )
 from pion_grpc.storage.catalog import (
     BlockTableRow,
@@ -83,8 +87,11 @@ from pion_wire.blocks import common_tokens, root_hash
 from pion_wire.layout import Layout, Side
 
 Answer = TypeVar("Answer")
+Result = TypeVar("Result", LookupResult, MatchResult)
 
 
+LEASE_BYTES = 128
+"""What a lease takes in the catalogue."""
 PREFILLS_MAX = 100_000
 """Prefill times that are remembered; the oldest go first."""
 
@@ -136,13 +143,15 @@ class PrefixStore:
         """Opens the store, and cleans up after processes that are gone.
 
         Raises:
-            CannotStart: the catalogue cannot be used.
+            CannotStart: the catalogue cannot be used, or is lost while what it named is here.
         """
         self.directory = directory
         self.ledger = ledger or Ledger()
         files = files or Files()
         with directory.alone():
-            self._catalog = Catalog(directory.catalog, files)
+            self._catalog = Catalog(
+                directory.catalog, files, before_new=directory.refuse_new_catalogue
+            )
         self.space = Space(directory, self._catalog, files, budget_bytes, tenant_budget_bytes)
         boot = boot or boot_id()
         self._recovery = Recovery(directory, self._catalog, self.space, boot)
@@ -164,8 +173,9 @@ class PrefixStore:
         self._prefill_ms: dict[int, float] = {}
         self._exports = Exports(directory)
         self.snapshots = Snapshots(self._catalog)
-        self.space.bury_dead_instances()
-        self.space.measure()
+        with self._catalog.starting():
+            self.space.bury_dead_instances()
+            self.space.measure()
 
     def close(self) -> None:
         """Makes everything acknowledged durable and gives the directory back.
@@ -243,18 +253,18 @@ class PrefixStore:
         check_lease(lease_ms)
         if len(queries) > limits.NAMES_MAX:
             raise InvalidRequest("queries", f"more than {limits.NAMES_MAX}", limit=limits.NAMES_MAX)
-        results = []
-        for query in queries:
-            result = self._sound(functools.partial(self._lookup, tenant, query, lease_ms))
+        asks = [functools.partial(self._lookup, tenant, query) for query in queries]
+        results = self._leased([self._sound(ask) for ask in asks], asks, lease_ms)
+        for query, result in zip(queries, results, strict=True):
             self.ledger.lookup(hit=result.hit)
             if result.hit:
                 self._credit(query, result)
-            results.append(result)
         return results
 
     def match(self, tenant: str, query: MatchQuery) -> MatchResult:
         """Returns the longest stored prefix of a token sequence; counts a hit or a miss."""
-        result = self._sound(lambda: self._match(tenant, query))
+        ask = functools.partial(self._match, tenant, query)
+        (result,) = self._leased([self._sound(ask)], [ask], query.lease_ms)
         self.ledger.lookup(hit=result.hit)
         return result
 
@@ -309,7 +319,8 @@ class PrefixStore:
         with self._catalog.read() as transaction:
             row = transaction.by_name(tenant, stored.namespace)
         if row is not None and row.generation == stored.generation:
-            self.note_prefill(row.id, header.prefill_ms)
+            declared = self.prefill_ms(stored.declared_id)
+            self.note_prefill(row.id, header.prefill_ms or declared)
 
     def write_rows(self, tenant: str, header: WriteRowsHeader) -> RowsSession:
         """Begins to write rows into one tensor of a registered or stored prefix."""
@@ -370,6 +381,11 @@ class PrefixStore:
         opened = self._open(tenant, query, _range)
         if isinstance(opened, LookupResult):
             return opened
+        try:
+            check_slots(query.slots, opened.info.layout)
+        except InvalidRequest:
+            opened.reading.close()
+            raise
         rows = opened.reading.rows
         self.note_use(opened.prefix.id)
         restore = NO_RESTORE
@@ -481,11 +497,23 @@ class PrefixStore:
 
     def summed_receipt(self) -> Receipt:
         """Returns the receipt of all processes on this directory; of the others up to a second ago."""
-        others = (Receipt(*json.loads(text)) for text in self.directory.published())
-        return summed([self.ledger.get(), *others])
+        begun = self.directory.reset_unix_ms()
+        others = [Receipt(*json.loads(text)) for text in self.directory.published()]
+        counting = [other for other in others if other.since_unix_ms >= begun]
+        return summed([self.ledger.get(), *counting])
+
+    def reset_receipts(self) -> Receipt:
+        """Begins to count anew in all processes on this directory; returns what they had together."""
+        total = self.summed_receipt()
+        self.directory.note_reset()
+        self.ledger.reset()
+        return total
 
     def _publish_receipt(self) -> None:
         receipt = self.ledger.get()
+        if receipt.since_unix_ms < self.directory.reset_unix_ms():
+            self.ledger.reset()
+            receipt = self.ledger.get()
         if receipt != self._published:
             self.directory.publish(json.dumps(receipt))
             self._published = receipt
@@ -506,43 +534,54 @@ class PrefixStore:
         self.space.measure()
         self.space.forget_layouts()
         self.snapshots.forget_gone()
+        self.keep_within_budget()
         self._catalog.checkpoint()
 
+    def keep_within_budget(self) -> None:
+        """Evicts what is too much, as after a start with a smaller budget."""
+        with self._catalog.read() as transaction:
+            too_much = self.space.used_bytes(transaction) > self.space.budget_bytes
+        if too_much:
+            # What is leased, or the catalogue alone, may be more than it should be.
+            with contextlib.suppress(OverBudget), self._catalog.write() as transaction:
+                self.space.make_room(transaction, "", 0)
+            self.space.sweep()
+
     def totals(self, tenant: str | None = None) -> Totals:
-        """Returns what is stored, and what it takes."""
+        """Returns what is stored, and what it takes: in all, or of one tenant."""
         with self._catalog.read() as transaction:
             counted = transaction.totals(tenant)
-            used = self.space.used_bytes(transaction)
             live = sum(row.disk_bytes for row in transaction.live(tenant))
+            if tenant:
+                return Totals(counted.prefixes, counted.rows, transaction.usage(tenant), live, 0, 0)
+            used = self.space.used_bytes(transaction)
+        space = self.space
         return Totals(
-            counted.prefixes,
-            counted.rows,
-            used,
-            live,
-            self.space.evicted_count,
-            self.space.corrupt_count,
+            counted.prefixes, counted.rows, used, live, space.evicted_count, space.corrupt_count
         )
 
     # -- parts of the above
 
-    def _lookup(self, tenant: str, query: LookupQuery, lease_ms: int) -> LookupResult:
+    def _lookup(self, tenant: str, query: LookupQuery) -> tuple[LookupResult, int]:
+        """Returns the answer, and of a hit the prefix."""
         with self._catalog.read() as transaction:
             row = transaction.by_name(tenant, query.namespace)
             if row is None:
-                return LookupResult(hit=False, reason=MissReason.NOT_STORED)
+                return LookupResult(hit=False, reason=MissReason.NOT_STORED), 0
             chain = transaction.chain(row)
             info = self._info(transaction, row, chain)
             token_ids = transaction.token_ids(row.id) if query.token_ids else b""
         reason, difference = _expectation(row, query, token_ids)
         if reason is not MissReason.NONE:
-            return LookupResult(hit=False, reason=reason, prefix=info, first_difference=difference)
+            miss = LookupResult(False, reason, prefix=info, first_difference=difference)
+            return miss, 0
         if not self._recovery.vouch(chain):
             raise _OutOfDate
         self.note_use(row.id)
-        lease = self._lease(row, lease_ms)
-        return LookupResult(hit=True, reason=MissReason.NONE, prefix=info, lease_id=lease)
+        return LookupResult(hit=True, reason=MissReason.NONE, prefix=info), row.id
 
-    def _match(self, tenant: str, query: MatchQuery) -> MatchResult:
+    def _match(self, tenant: str, query: MatchQuery) -> tuple[MatchResult, int]:
+        """Returns the answer, and of a hit the prefix."""
         requested = len(query.token_ids) // 4
         with self._catalog.read() as transaction:
             best, best_root = None, b""
@@ -552,7 +591,7 @@ class PrefixStore:
                 if found is not None and (best is None or found.tokens > best.tokens):
                     best, best_root = found, root
             if best is None:
-                return MatchResult(False, MissReason.NOT_STORED, None, requested, 0, 0)
+                return MatchResult(False, MissReason.NOT_STORED, None, requested, 0, 0), 0
             row, matched, served, shortened_by = served_with_parts(
                 transaction, best_root, query.token_ids, best, query.part_kinds
             )
@@ -563,12 +602,11 @@ class PrefixStore:
             reason = MissReason.PART_MISSING
         if served < max(query.min_tokens, 1):
             reason = reason if shortened_by else MissReason.TOO_SHORT
-            return MatchResult(False, reason, info, requested, matched, 0, shortened_by)
+            return MatchResult(False, reason, info, requested, matched, 0, shortened_by), 0
         if not self._recovery.vouch(chain):
             raise _OutOfDate
         self.note_use(row.id)
-        lease = self._lease(row, query.lease_ms)
-        return MatchResult(True, reason, info, requested, matched, served, shortened_by, lease)
+        return MatchResult(True, reason, info, requested, matched, served, shortened_by), row.id
 
     def _sound(self, ask: Callable[[], Answer]) -> Answer:
         """Asks again after what was found damaged has been taken out."""
@@ -626,6 +664,10 @@ class PrefixStore:
                 error.metadata["namespace"] = row.namespace
                 self.space.take_out(error)
                 raise
+            except Unreadable as error:
+                error.metadata["namespace"] = row.namespace
+                self.space.note_trouble(row.namespace, str(error))
+                raise
             return _Opened(row, info, reading, token_ids)
 
     def _find(self, transaction: Transaction, tenant: str, query: FetchQuery) -> PrefixRow | None:
@@ -636,15 +678,38 @@ class PrefixStore:
             raise Evicted("the lease has ended: look the prefix up again")
         return row
 
-    def _lease(self, row: PrefixRow, lease_ms: int) -> bytes:
-        if not lease_ms:
-            return b""
-        lease = secrets.token_bytes(16)
-        with self._catalog.write() as transaction:
-            if transaction.by_id(row.id) is None:
-                raise _OutOfDate  # evicted since it was found
-            transaction.add_lease(lease, row.id, unix_ms() + lease_ms)
-        return lease
+    def _leased(
+        self,
+        found: list[tuple[Result, int]],
+        asks: Sequence[Callable[[], tuple[Result, int]]],
+        lease_ms: int,
+    ) -> list[Result]:
+        """Leases the prefixes of hits in one transaction: one lease each, however often it was hit.
+
+        What was evicted since it was found is asked for again. No lease is given once the catalogue
+        itself has reached the budget.
+        """
+        while lease_ms and any(prefix for _, prefix in found):
+            leases: dict[int, bytes] = {}
+            try:
+                self.space.check_declared(LEASE_BYTES * len(found))
+            except OverBudget:
+                break
+            with self._catalog.write() as transaction:
+                for prefix in {prefix for _, prefix in found if prefix}:
+                    if transaction.by_id(prefix) is not None:
+                        leases[prefix] = secrets.token_bytes(16)
+                        transaction.add_lease(leases[prefix], prefix, unix_ms() + lease_ms)
+            if all(prefix in leases for _, prefix in found if prefix):
+                return [
+                    dataclasses.replace(answer, lease_id=leases[prefix]) if prefix else answer
+                    for answer, prefix in found
+                ]
+            found = [
+                self._sound(ask) if prefix and prefix not in leases else (answer, prefix)
+                for (answer, prefix), ask in zip(found, asks, strict=True)
+            ]
+        return [answer for answer, _ in found]
 
     def _scattered(self, reading: Reading, rows: np.ndarray) -> Iterator[bytes]:
         per_chunk = max(1, limits.CHUNK_BYTES_MAX // max(reading.served_layout.row_bytes, 1))

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from pion_grpc.core.matching import nodes
@@ -32,6 +33,8 @@ FREE_BYTES_MAX = 2 << 20
 """Pages of the database that may lie empty before they are given back."""
 
 
+TROUBLES_MAX = 1_000
+"""Files whose trouble is remembered, so that it is told once."""
 NAMED_LOSSES_MAX = 16
 """What went is told by name up to here, by number beyond."""
 
@@ -44,6 +47,10 @@ class Losses(NamedTuple):
     """Of the last ones."""
     corrupt: int
     corrupt_files: tuple[str, ...]
+    troubles: tuple[str, ...]
+    """Files that could not be read or removed, and why. Nothing is lost by it yet."""
+    ownerless: int
+    """Files of processes that are gone, which nothing named."""
 
 
 class Space:
@@ -66,9 +73,12 @@ class Space:
         self._foreign_bytes = 0
         self._evicted = 0
         self._corrupt = 0
+        self._ownerless = 0
         self._told = (0, 0)
         self._evicted_names: collections.deque[str] = collections.deque(maxlen=NAMED_LOSSES_MAX)
         self._corrupt_files: collections.deque[str] = collections.deque(maxlen=NAMED_LOSSES_MAX)
+        self._troubles: dict[str, str] = {}
+        self._told_troubles: set[str] = set()
         self._ended_stores: set[int] = set()
         self._ended_reservations: dict[int, int] = {}
 
@@ -83,7 +93,7 @@ class Space:
         return self._corrupt
 
     def losses(self) -> Losses:
-        """Returns what was evicted or found damaged since the last call."""
+        """Returns what was evicted, found damaged or found ownerless since the last call."""
         with self._lock:
             evicted, corrupt = self._told
             losses = Losses(
@@ -91,11 +101,26 @@ class Space:
                 tuple(self._evicted_names),
                 self._corrupt - corrupt,
                 tuple(self._corrupt_files),
+                tuple(
+                    self._troubles[name]
+                    for name in self._troubles
+                    if name not in self._told_troubles
+                ),
+                self._ownerless,
             )
+            self._ownerless = 0
+            self._told_troubles = set(self._troubles)
             self._told = self._evicted, self._corrupt
             self._evicted_names.clear()
             self._corrupt_files.clear()
         return losses
+
+    def note_trouble(self, name: str, problem: str) -> None:
+        """Notes that a file cannot be read or removed, for the log, once."""
+        with self._lock:
+            self._troubles[name] = problem
+            if len(self._troubles) > TROUBLES_MAX:
+                del self._troubles[next(iter(self._troubles))]
 
     def used_bytes(self, transaction: Transaction) -> int:
         """Returns the bytes of every file of the directory, reservations included."""
@@ -237,7 +262,7 @@ class Space:
         """Forgets what has ended, and removes the files that nobody names any more.
 
         It fails where the catalogue cannot be written, on a full disk; what is left is the next
-        one's, and whoever calls has done its own work by then.
+        one's, and whoever calls has done its own work by then. So is a file that does not go.
         """
         with contextlib.suppress(DiskFull):
             self._forget_ended()
@@ -245,13 +270,23 @@ class Space:
                 garbage = transaction.garbage()
             if not garbage:
                 return
-            for name in garbage:
-                self._files.unlink(self._directory.resolve(name))
+            gone = [name for name in garbage if self._removed(self._directory.resolve(name))]
+            if not gone:
+                return
             with self._catalog.write() as transaction:
-                transaction.forget_garbage(garbage)
+                transaction.forget_garbage(gone)
                 free = transaction.free_bytes()
             if free > FREE_BYTES_MAX:
                 self._catalog.checkpoint()
+
+    def _removed(self, path: Path) -> bool:
+        """Removes a file; says whether it is gone."""
+        try:
+            self._files.unlink(path)
+        except OSError as error:
+            self.note_trouble(self._directory.name_of(path), f"{path} stays: {error.strerror}")
+            return False
+        return True
 
     def _forget_ended(self) -> None:
         with self._lock:
@@ -314,26 +349,24 @@ class Space:
                 transaction.delete(prefix.id)
                 self.collect(transaction, prefix.parent)
             transaction.release_all(instance)
-        left = list(self._directory.files_of(instance))
-        with self._catalog.read() as transaction:
-            named = transaction.files() if left else set()
-        for path in left:
-            if self._directory.name_of(path) not in named:
-                self._files.unlink(path)
+        self._remove_unnamed(list(self._directory.files_of(instance)))
 
     def _remove_ownerless_files(self) -> None:
         """Removes files that came back with a power cut or a copy, after their writer was buried."""
         # In this order: who writes a file has a lock before, and names it before the lock goes.
         left = list(self._directory.written_files())
         live = self._directory.live_instances()
-        left = [path for path in left if path.name.partition("-")[0] not in live]
+        self._remove_unnamed([path for path in left if path.name.partition("-")[0] not in live])
+
+    def _remove_unnamed(self, left: list[Path]) -> None:
         if not left:
             return
         with self._catalog.read() as transaction:
             named = transaction.files()
-        for path in left:
-            if self._directory.name_of(path) not in named:
-                self._files.unlink(path)
+        unnamed = [path for path in left if self._directory.name_of(path) not in named]
+        removed = [path for path in unnamed if self._removed(path)]
+        with self._lock:  # what a process noted in run/ for its own use was never stored
+            self._ownerless += sum(self._directory.run not in path.parents for path in removed)
 
     def _over_budget(self, needed: int) -> OverBudget:
         return OverBudget(

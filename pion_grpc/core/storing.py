@@ -8,6 +8,7 @@ bytes that nothing names, which are removed at once, or by the next process that
 
 import dataclasses
 import json
+from typing import NamedTuple
 
 from pion_grpc.core.matching import nodes
 from pion_grpc.core.order import PartOrder, RowOrder
@@ -37,10 +38,22 @@ from pion_grpc.storage.pages import SegmentWriter
 from pion_wire import limits
 from pion_wire.blocks import BLOCK_TOKENS, common_tokens, derived_namespace, root_hash
 from pion_wire.framing import PartChunk, RowChunk
+from pion_wire.layout import PartInfo
 from pion_wire.segment import HEADER_BYTES_MAX, SegmentLayout
 
 _PART_BYTES = limits.PART_KIND_BYTES_MAX + 32
 """What a part takes in a message beside its description, at most."""
+
+
+class SegmentFile(NamedTuple):
+    """A segment that is complete, and that nothing names yet."""
+
+    name: str
+    """As the catalogue knows it."""
+    size: int
+    token_ids: bytes
+    boot: str | None
+    """Boot under which it was written unsynced; None: on disk."""
 
 
 class StoreSession:
@@ -132,38 +145,22 @@ class StoreSession:
                 f"the parent of {header.namespace!r} was found damaged meanwhile; store it whole",
                 namespace=header.namespace,
             )
-        table = header.table
+        table, declared_id = header.table, 0
         existing = transaction.by_name(row.tenant, row.namespace)
         if existing is not None:
             if existing.state == "registered":
                 if not header.replace:
                     _check_registered(existing, header)
-                table = table or _table(transaction, existing.id)
+                table, declared_id = table or _table(transaction, existing.id), existing.id
             elif not header.replace:
                 stored = compare(transaction, existing, header, concurrent=True)
                 transaction.delete(row.id)
                 space.collect(transaction, row.parent)
                 return stored
             space.remove(transaction, existing)
-        parent = transaction.by_id(row.parent) if row.parent is not None else None
-        transaction.update(
-            row.id,
-            state="sealed",
-            visible=1,
-            owner=None,
-            file=self._file,
-            file_tokens=header.token_count,
-            disk_bytes=self._segment.file_bytes,
-            boot=None if on_disk else self._workshop.boot,
-        )
-        generation = transaction.new_generation(row.id)
-        transaction.stamp([(row.id, "")])
-        transaction.set_token_ids(row.id, header.token_ids)
-        entries = nodes(row.tenant, row.model_id, row.fidelity, header.token_ids)
-        # The blocks before the base are in the index through the parent, as long as it is there too.
-        found = transaction.token_ids(parent.id) if parent is not None and parent.visible else b""
-        shared = row.base // BLOCK_TOKENS if len(found) >= 4 * row.base else 0
-        transaction.add_nodes(row.id, entries[shared:])
+        boot = None if on_disk else self._workshop.boot
+        segment = SegmentFile(self._file, self._segment.file_bytes, header.token_ids, boot)
+        generation = name_segment(transaction, row, segment)
         if table is not None:
             transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
         return Stored(
@@ -174,6 +171,7 @@ class StoreSession:
             stored_bytes=self._segment.file_bytes,
             durability=header.durability,
             base=row.base,
+            declared_id=declared_id,
         )
 
     def _sync_parents(self) -> None:
@@ -182,6 +180,34 @@ class StoreSession:
             parents = transaction.chain(row)[:-1] if row is not None else []
         unsynced = [parent for parent in parents if parent.boot is not None]
         sync_prefixes(self._workshop, unsynced)
+
+
+def name_segment(transaction: Transaction, row: PrefixRow, segment: SegmentFile) -> int:
+    """Makes a prefix that is in the catalogue what its segment holds, visible and found by its tokens.
+
+    Returns its generation.
+    """
+    transaction.update(
+        row.id,
+        state="sealed",
+        visible=1,
+        owner=None,
+        file=segment.name,
+        file_tokens=len(segment.token_ids) // 4,
+        disk_bytes=segment.size,
+        boot=segment.boot,
+    )
+    generation = transaction.new_generation(row.id)
+    transaction.stamp([(row.id, "")])
+    transaction.set_token_ids(row.id, segment.token_ids)
+    if segment.token_ids:
+        entries = nodes(row.tenant, row.model_id, row.fidelity, segment.token_ids)
+        # The blocks before the base are in the index through the parent, as long as it is there too.
+        parent = transaction.by_id(row.parent) if row.parent is not None else None
+        found = transaction.token_ids(parent.id) if parent is not None and parent.visible else b""
+        shared = row.base // BLOCK_TOKENS if len(found) >= 4 * row.base else 0
+        transaction.add_nodes(row.id, entries[shared:])
+    return generation
 
 
 def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSession | Stored:
@@ -256,6 +282,13 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
 def _check_parts(parents: list[PrefixRow], header: StoreHeader, base: int) -> None:
     """Raises InvalidRequest if a prefix could not be described with the parts of its parents."""
     inherited = [part for part in chain_parts(parents) if part.boundary_tokens <= base]
+    own = {(part.kind, part.slot, part.boundary_tokens) for part in header.parts}
+    for part in inherited:
+        if (part.kind, part.slot, part.boundary_tokens) in own:
+            raise InvalidRequest(
+                "parts",
+                f"the parent has a {part.kind!r} of slot {part.slot} at {part.boundary_tokens} already",
+            )
     parts = [*inherited, *header.parts]
     described = sum(len(part.description.encode()) + _PART_BYTES for part in parts)
     # One message has the token ids, all parts, and once more those that it announces.
@@ -303,6 +336,12 @@ def compare(
         problem = LayoutDiffers(
             f"{name!r} has another layout; use another name, or replace", namespace=name
         )
+    elif missing := _missing_part(transaction, existing, header):
+        problem = OtherContent(
+            f"{name!r} is stored without the {missing.kind!r} of slot {missing.slot} at "
+            f"{missing.boundary_tokens}, or with another; replace it",
+            namespace=name,
+        )
     else:
         return Stored(
             existing.namespace,
@@ -316,6 +355,14 @@ def compare(
     if concurrent:
         raise Conflict(f"{name!r} was stored meanwhile with other content", namespace=name)
     raise problem
+
+
+def _missing_part(
+    transaction: Transaction, existing: PrefixRow, header: StoreHeader
+) -> PartInfo | None:
+    """Returns a part that a request brings and a stored prefix does not have."""
+    stored = set(chain_parts(transaction.chain(existing))) if header.parts else set()
+    return next((part for part in header.parts if part not in stored), None)
 
 
 def _check_registered(existing: PrefixRow, header: StoreHeader) -> None:

@@ -208,6 +208,8 @@ class Stored:
     stored_bytes: int
     durability: Durability
     base: int
+    declared_id: int = 0
+    """The prefix that was registered under the name before; 0 if none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +354,13 @@ def check_prefill(prefill_ms: float) -> None:
             f"{prefill_ms} is outside 0..{limits.PREFILL_MS_MAX}",
             limit=limits.PREFILL_MS_MAX,
         )
+
+
+def check_slots(wanted: frozenset[int], layout: Layout) -> None:
+    """Raises InvalidRequest if a slot is wanted that the layout does not have."""
+    unknown = wanted - {tensor.slot for tensor in layout.tensors}
+    if unknown:
+        raise InvalidRequest("slots", f"the prefix has no slot {min(unknown)}")
 
 
 def check_names(names: "list[str]") -> None:

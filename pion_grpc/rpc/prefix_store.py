@@ -129,6 +129,7 @@ class PrefixStoreService:
 
     def Match(self, request: pb.PrefixStoreMatchRequest, call: Call) -> pb.PrefixStoreMatchResponse:
         """Finds the longest stored prefix."""
+        _check_count("part_kinds", request.part_kinds, limits.PARTS_MAX)
         query = MatchQuery(
             request.model_id,
             request.token_ids,
@@ -221,6 +222,12 @@ class PrefixStoreService:
         """Names the files of a prefix."""
         if not self._config.exports:
             raise NoBackend("export is switched off here: stream instead")
+        directory = self._store.directory
+        if request.probe:
+            return pb.PrefixStoreExportResponse(
+                directory=str(directory.path), host_token=directory.host_token
+            )
+        _check_count("part_kinds", request.part_kinds, limits.PARTS_MAX)
         query = FetchQuery(
             request.namespace,
             request.lease_id,
@@ -230,7 +237,6 @@ class PrefixStoreService:
         )
         lease_ms = request.lease_ms if request.HasField("lease_ms") else limits.LEASE_MS_DEFAULT
         export = self._store.export(call.tenant, query, lease_ms)
-        directory = self._store.directory
         return pb.PrefixStoreExportResponse(
             directory=str(directory.path),
             host_token=directory.host_token,
@@ -397,12 +403,13 @@ class PrefixStoreService:
         call: Call,
     ) -> pb.PrefixStoreDescribeResponse:
         """Describes the server."""
-        config, totals = self._config, self._store.totals()
+        config, totals = self._config, self._store.totals(call.tenant or None)
         in_force = {
             name.lower(): value for name, value in vars(limits).items() if isinstance(value, int)
         }
         in_force |= {name: getattr(config, name) for name in ("streams_max", "stall_ms")}
-        resident = self._attend.telemetry() if self._attend else Telemetry()
+        # A tenant sees what is its own.
+        resident = self._attend.telemetry() if self._attend and not call.tenant else Telemetry()
         return pb.PrefixStoreDescribeResponse(
             version=__version__,
             limits=[

@@ -44,7 +44,7 @@ SMALL_MESSAGES = MessageSizes(
 little else there is."""
 LARGE_MESSAGES = MessageSizes(request=65 << 20, streamed=65 << 20, response=65 << 20)
 """Of Attend: tensors of 64 MiB, and what is around them."""
-CROWD_WAIT_S = 2.0
+CROWD_WAIT_S = 0.25
 """How long the request of a unary call may take when many are being waited for."""
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
@@ -173,10 +173,15 @@ class Lobby:
             with self._lock:
                 del self._waiting[ticket]
 
+    @property
+    def crowded(self) -> bool:
+        """Whether so many wait that others may find no thread."""
+        return len(self._waiting) >= self._crowd
+
     def cut_stalled(self) -> int:
         """Cancels the calls that have waited for too long; returns how many."""
         with self._lock:
-            patience_s = CROWD_WAIT_S if len(self._waiting) >= self._crowd else self._stall_s
+            patience_s = CROWD_WAIT_S if self.crowded else self._stall_s
             oldest = time.monotonic() - min(patience_s, self._stall_s)
             stalled = [context for context, since in self._waiting.values() if since < oldest]
         for context in stalled:

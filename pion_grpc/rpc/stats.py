@@ -1,6 +1,8 @@
-"""pion.v1.Stats: the receipt as messages."""
+"""pion.v1.Stats: the receipt as messages. It is the server's: of several workers together."""
 
-from pion_grpc.core.receipt import Ledger, Receipt
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.receipt import Receipt
+from pion_grpc.errors import NotAllowed
 from pion_grpc.rpc.service import Call
 from pion_wire.v1 import stats_pb2 as pb
 
@@ -8,16 +10,26 @@ from pion_wire.v1 import stats_pb2 as pb
 class StatsService:
     """One method per RPC; see the proto for what each does."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, store: PrefixStore, *, workers: int) -> None:
+        self._store = store
+        self._alone = workers == 1
 
     def Get(self, request: pb.StatsGetRequest, call: Call) -> pb.StatsGetResponse:
         """Reads the receipt."""
-        return pb.StatsGetResponse(receipt=_message(self._ledger.get()))
+        _check_tenant(call)
+        receipt = self._store.ledger.get() if self._alone else self._store.summed_receipt()
+        return pb.StatsGetResponse(receipt=_message(receipt))
 
     def Reset(self, request: pb.StatsResetRequest, call: Call) -> pb.StatsResetResponse:
         """Sets it to zero."""
-        return pb.StatsResetResponse(receipt=_message(self._ledger.reset()))
+        _check_tenant(call)
+        receipt = self._store.ledger.reset() if self._alone else self._store.reset_receipts()
+        return pb.StatsResetResponse(receipt=_message(receipt))
+
+
+def _check_tenant(call: Call) -> None:
+    if call.tenant:
+        raise NotAllowed("the receipt is that of all tenants: only the server's owner reads it")
 
 
 def _message(receipt: Receipt) -> pb.Receipt:

@@ -14,7 +14,7 @@ import contextlib
 import queue
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import apsw
 
 from pion_grpc.errors import CannotStart, DiskFull
 from pion_grpc.storage import blobs, copies, keyspace, sides, states
+from pion_grpc.storage.directory import rebuild_command
 from pion_grpc.storage.files import Files
 
 APPLICATION_ID = 0x50494F4E  # "PION"
@@ -31,6 +32,9 @@ SQLITE_OLDEST = (3, 51, 3)
 BUSY_MS = 60_000
 LOG_PAGES = 500
 """Length of the log from which on a commit copies it into the database."""
+LONG_LOG_PAGES = 2_000
+RESTART_MS = 100
+"""Length of the log from which on a commit waits until nobody reads it, and for how long."""
 EQUALS_MAX = 64
 """Equal matches among which the most recently used is chosen."""
 _AFTER_ANY_TOKENS = b"\xff" * 257
@@ -220,13 +224,38 @@ _UNUSED = (
 )
 
 
+class DamagedCatalogue(CannotStart):
+    """The database's own pages are not what was written."""
+
+    def __init__(self, path: Path, error: apsw.Error) -> None:
+        super().__init__(
+            f"{path} is damaged ({error}): {rebuild_command(path.parent)} sets it aside and makes a "
+            "new one from the segments; or move it away, and segments, rows and blobs too, to start "
+            "empty"
+        )
+        self.problem = str(error)
+
+
 class Catalog:
     """The database, with a pool of connections; safe to use from many threads."""
 
     def __init__(
-        self, path: Path, files: Files | None = None, migrations: tuple[str, ...] = ()
+        self,
+        path: Path,
+        files: Files | None = None,
+        migrations: tuple[str, ...] = (),
+        before_new: Callable[[], None] = lambda: None,
     ) -> None:
         """Opens the catalogue, makes it if there is none, and brings an older one up to date.
+
+        A new one is on stable storage before this returns: where files lie beside none, it was lost.
+
+        Args:
+            path: of the database.
+            files: the file layer.
+            migrations: the scripts that make it, for tests.
+            before_new: called if there is none, or an empty one; what it raises is raised, and
+                nothing has been made then.
 
         Raises:
             CannotStart: it cannot be used; nothing of it has been changed.
@@ -236,17 +265,27 @@ class Catalog:
             raise CannotStart(f"SQLite {apsw.sqlite_lib_version()} is too old: upgrade apsw")
         self._path = path
         self._migrations = migrations or _MIGRATIONS
+        self._before_new = before_new
         self._vfs = (files or Files()).vfs
         self._idle: queue.LifoQueue[apsw.Connection] = queue.LifoQueue()
         try:
             self._prepare()
         except (apsw.CorruptError, apsw.NotADBError) as error:
-            raise CannotStart(
-                f"{path} is damaged ({error}): move it away to start empty; the segments beside it "
-                "can be imported again"
-            ) from error
+            raise DamagedCatalogue(path, error) from error
         except apsw.Error as error:
             raise CannotStart(f"cannot open {path}: {error}") from error
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """What is read for the first time inside refuses a start if it is damaged.
+
+        Raises:
+            DamagedCatalogue: it is.
+        """
+        try:
+            yield
+        except (apsw.CorruptError, apsw.NotADBError) as error:
+            raise DamagedCatalogue(self._path, error) from error
 
     def close(self) -> None:
         """Closes every idle connection; the last one folds the log into the database."""
@@ -357,8 +396,11 @@ class Catalog:
         version = self._found_version()
         if version == len(self._migrations):
             return
+        if version == 0:
+            self._before_new()
         self._idle.put(self._connect(new=version == 0))
         with self._connection() as connection:
+            connection.execute("PRAGMA synchronous = FULL")
             connection.execute("BEGIN IMMEDIATE")
             try:
                 # Another process may have been quicker.
@@ -420,6 +462,12 @@ def _fold(connection: apsw.Connection, name: str, pages: int) -> int:
     if pages >= LOG_PAGES:
         with contextlib.suppress(apsw.Error):  # on a full disk the log stays, and works on
             connection.wal_checkpoint(name)
+    if pages >= LONG_LOG_PAGES:
+        # Readers one after the other keep it from starting anew: this one waits until none is left.
+        connection.set_busy_timeout(RESTART_MS)
+        with contextlib.suppress(apsw.Error):
+            connection.wal_checkpoint(name, apsw.SQLITE_CHECKPOINT_RESTART)
+        connection.set_busy_timeout(BUSY_MS)
     return apsw.SQLITE_OK
 
 
@@ -786,6 +834,19 @@ class Transaction:
     def forget_garbage(self, files: Iterable[str]) -> None:
         """Stops counting files that have been removed."""
         self._connection.executemany("DELETE FROM garbage WHERE file = ?", ((f,) for f in files))
+
+    def is_empty(self) -> bool:
+        """Says whether nothing is stored: no prefix, no key, no value."""
+        rows = self.all(
+            "SELECT 1 FROM prefix UNION ALL SELECT 1 FROM key UNION ALL SELECT 1 FROM blob LIMIT 1",
+            (),
+        )
+        return not rows
+
+    def number_from(self, table: str, last: int) -> None:
+        """Makes the numbers of an empty table begin after `last`."""
+        self.run("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
+        self.run("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, last))
 
     def files(self) -> set[str]:
         """Returns every file that the catalogue names."""

@@ -7,13 +7,15 @@
     rows/             rows of live prefixes, appended
     blobs/            one immutable file per opaque value: recurrent states, large values of keys
     export/           files written for clients that want another layout
+    not-adopted/      what a rebuild of the catalogue has set aside; nobody removes anything there
     run/<id>.lock     held with flock for the life of the process with that instance id
     run/<id>-counters what that process has counted, for the others to add up
     host-token        32 random bytes that prove to a client that both see this directory
 
 Every file in `segments/`, `rows/` and `blobs/` begins with the instance id of the process that wrote
 it, so what a dead process left behind is known by its name, and only a process that holds the dead
-one's lock may remove it. Knows no keys and no rows.
+one's lock may remove it. A lock on `segments/` itself is shared by all processes that use the
+directory, so one that rebuilds it has it alone. Knows no keys and no rows.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ import fcntl
 import os
 import re
 import secrets
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,7 +42,12 @@ NETWORK_FILE_SYSTEMS = {
 class DataDirectory:
     """One process's view of the data directory; holds its lock until closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
+        """Makes the directory if there is none; with `exclusive` no other process can use it.
+
+        Raises:
+            CannotStart: it cannot be used, or not in this way while others use it.
+        """
         self.path = path.expanduser().resolve()
         self.segments = self.path / "segments"
         self.rows = self.path / "rows"
@@ -66,7 +74,12 @@ class DataDirectory:
             )
         self.instance = secrets.token_hex(6)
         try:
-            self._lock = self._take_lock()
+            self._use = self._enter(exclusive=exclusive)
+            try:
+                self._lock = self._take_lock()
+            except BaseException:
+                os.close(self._use)
+                raise
             try:
                 self.host_token = self._read_or_make_token()
             except BaseException:
@@ -80,6 +93,7 @@ class DataDirectory:
         (self.run / f"{self.instance}-counters").unlink(missing_ok=True)
         (self.run / f"{self.instance}.lock").unlink(missing_ok=True)
         os.close(self._lock)
+        os.close(self._use)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -130,6 +144,28 @@ class DataDirectory:
         for directory in (self.segments, self.rows, self.blobs, self.path / "export"):
             yield from (path for path in directory.iterdir() if _WRITTEN.match(path.name))
 
+    def refuse_new_catalogue(self) -> None:
+        """Refuses to make a catalogue that would not name what is stored here.
+
+        Nothing that it does not name outlives a start. Call it before the catalogue is made, inside
+        `alone`: of several processes that start at once, only the first finds none.
+
+        Raises:
+            CannotStart: there are files of rows or values.
+        """
+        counts: dict[str, int] = {}
+        for path in self.written_files():
+            counts[path.parent.name] = counts.get(path.parent.name, 0) + 1
+        counts.pop("export", None)  # made of stored rows, and made again at need
+        if counts:
+            total, names = sum(counts.values()), " and ".join(sorted(counts))
+            lie = "1 file lies" if total == 1 else f"{total:,} files lie"
+            raise CannotStart(
+                f"{self.catalog} is missing or empty, but {lie} in {names} beside it: "
+                f"{rebuild_command(self.path)} makes a catalogue from the segments; or move {names} "
+                "away to start empty"
+            )
+
     def resolve(self, name: str) -> Path:
         """Returns the path of a file that the catalogue names, such as `segments/x.safetensors`."""
         return self.path / name
@@ -172,6 +208,18 @@ class DataDirectory:
         scratch.write_text(counters)
         scratch.rename(self.run / f"{self.instance}-counters")
 
+    def note_reset(self) -> None:
+        """Lets all processes of this directory know that counting begins anew."""
+        scratch = self.run / f"{self.instance}-counters.new"
+        scratch.write_text("")
+        scratch.rename(self.run / "counters-reset")
+
+    def reset_unix_ms(self) -> int:
+        """Returns when counting last began anew for all; 0 if it never did."""
+        with contextlib.suppress(FileNotFoundError):
+            return int((self.run / "counters-reset").stat().st_mtime * 1_000)
+        return 0
+
     def published(self) -> Iterator[str]:
         """Yields what each of the other processes has published last."""
         for instance in self.live_instances() - {self.instance}:
@@ -187,6 +235,16 @@ class DataDirectory:
             except FileNotFoundError:
                 continue
         return total
+
+    def _enter(self, *, exclusive: bool) -> int:
+        descriptor = os.open(self.segments, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            problem = "a server runs on it: stop it first" if exclusive else "it is being rebuilt"
+            raise CannotStart(f"{self.path} cannot be used now: {problem}") from error
+        return descriptor
 
     def _take_lock(self) -> int:
         # Locked before it has the name that others look for: nobody ever sees it unlocked.
@@ -219,6 +277,11 @@ class DataDirectory:
 def _unusable(path: Path, error: OSError) -> CannotStart:
     where = "" if error.filename in (None, str(path)) else f" ({error.filename})"
     return CannotStart(f"cannot use the data directory {path}: {error.strerror}{where}")
+
+
+def rebuild_command(path: Path) -> str:
+    """Returns the command that makes a catalogue anew, as one types it."""
+    return f"`pion-grpc rebuild --data {shlex.quote(str(path))}`"
 
 
 def file_system_type(path: Path) -> str:

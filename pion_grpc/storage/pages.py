@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
-from pion_grpc.errors import Corrupt, DiskFull
+from pion_grpc.errors import Corrupt, DiskFull, TooManyFiles, Unreadable
 from pion_grpc.storage.files import DISK_FULL_ERRORS, Files
 from pion_wire.limits import CHUNK_BYTES_MAX, PAGE_BYTES
 from pion_wire.segment import PageChecksums, SegmentLayout, page_count
@@ -26,10 +26,24 @@ class OpenFile:
     """A descriptor for reading; it stays readable after its file is unlinked."""
 
     def __init__(self, path: Path) -> None:
+        """Opens it.
+
+        Raises:
+            FileNotFoundError: it is gone.
+            TooManyFiles: this process may not open more files.
+            Unreadable: it is there, and the system does not let this process read it.
+        """
         self.path = path
         self.descriptor = -1
-        # Of a regular file O_NONBLOCK changes nothing; a FIFO in its place would wait for a writer.
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            # Of a regular file O_NONBLOCK changes nothing; a FIFO in its place would wait for a writer.
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise TooManyFiles("no file descriptors are left: raise `ulimit -n`") from error
+            raise Unreadable(f"{path} cannot be opened: {error.strerror}") from error
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns exactly `size` bytes.

@@ -14,7 +14,8 @@ from pion_client.errors import (
     TooManyStreams,
     Unavailable,
 )
-from tests.client.links import Link, assert_same, linked, random_layers
+from pion_wire.layout import DType, Layout, Side, TensorLayout
+from tests.client.links import Link, Pairs, assert_same, linked, random_layers
 from tests.conftest import ServerProcess
 
 pytestmark = pytest.mark.faults
@@ -68,6 +69,44 @@ def test_rows_of_a_range_are_resumed_where_they_are(server: ServerProcess, direc
         assert prefix is not None
         assert_same(prefix.layers, [(k[:, 1_001:3_999], v[:, 1_001:3_999]) for k, v in LAYERS])
         assert link.down_bytes[1] < SIZE - at
+
+
+def test_a_live_prefix_that_grows_between_two_streams_is_resumed_as_it_was_announced(
+    server: ServerProcess, direct: Client
+) -> None:
+    layers = random_layers(43, 200_000, heads=1)
+    extra = random_layers(44, 1, heads=1)
+    tensors = [(slot, side) for slot in range(2) for side in range(2)]
+    layout = Layout(
+        tuple(TensorLayout(slot, list(Side)[side], 1, 16, DType.BF16) for slot, side in tensors)
+    )
+    direct.register("live", layout=layout)
+
+    def append(first_row: int, pairs: Pairs) -> None:
+        for slot, side in tensors:
+            direct.write_rows(
+                "live",
+                slot=slot,
+                side=list(Side)[side],
+                first_row=first_row,
+                rows=pairs[slot][side],
+            )
+
+    append(0, layers)
+    once = iter([lambda: append(200_000, extra)])
+    with linked(server.address) as link, remote(link.address) as client:
+        cut = cutting(link, 2 * MIB)
+
+        def grow_and_cut(done: int, total: int) -> None:
+            if done > 2 * MIB:
+                next(once, lambda: None)()
+            cut(done, total)
+
+        prefix = client.fetch("live", progress=grow_and_cut)
+        assert prefix is not None
+        assert_same(prefix.layers, layers)
+        assert link.connections > 1
+    assert next(once, None) is None, "it has not grown"
 
 
 def test_parts_are_resumed_where_they_are(server: ServerProcess, direct: Client) -> None:

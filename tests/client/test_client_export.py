@@ -11,7 +11,7 @@ import pytest
 
 from pion_client import Client, Part
 from pion_client.errors import BadAnswer
-from pion_client.export import LEASE_MS, CannotExport, Exported
+from pion_client.export import CannotExport, Exported
 from pion_wire.v1 import prefix_store_pb2 as pb
 from tests.client.links import Pairs, assert_same, linked, random_layers
 from tests.conftest import ServerProcess
@@ -356,8 +356,9 @@ def test_a_server_that_does_not_export_is_asked_once(
             assert prefix.transport == "stream"
             assert "does not export" in prefix.transport_reason
             assert_same(prefix.layers, LAYERS)
-        asked = pb.PrefixStoreExportRequest(namespace="name", lease_ms=LEASE_MS)
-        assert bytes(link.up_data).count(asked.SerializeToString()) == 1
+        asked = pb.PrefixStoreExportRequest(probe=True)
+        framed = b"\0" + asked.ByteSize().to_bytes(4) + asked.SerializeToString()
+        assert bytes(link.up_data).count(framed) == 1
 
 
 def read_bytes() -> int:

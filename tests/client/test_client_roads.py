@@ -381,6 +381,111 @@ def test_the_receipt_counts_the_road_that_was_taken(
         assert local.stats().bytes_exported + local.stats().bytes_streamed == half
 
 
+def test_the_receipt_counts_once_what_a_client_cannot_read_here(
+    server: ServerProcess, name: str
+) -> None:
+    layers = random_layers(27, 100)
+    token = server.directory / "host-token"
+    with Client(server.address) as first, Client(server.address) as second:
+        first.store(name, layers=layers, token_ids=tokens(100), model=MODEL)
+        lossy = f"{name}-lossy"
+        ones = [(np.ones((2, 100, 16), np.float32),) * 2] * 2
+        first.store(lossy, layers=ones, token_ids=tokens(100, 1), model=MODEL, codecs="int8")
+        first.reset_stats()
+        present(first.fetch(lossy))
+        assert first.stats().tokens_served == 100
+        first.reset_stats()
+        held = token.read_bytes()
+        token.write_bytes(bytes(32))  # as on another host
+        try:
+            prefix = present(second.fetch(name))
+        finally:
+            token.write_bytes(held)
+        assert prefix.transport == "stream"
+        assert first.stats().tokens_served == 100
+        assert first.stats().bytes_exported == 0
+
+
+def test_a_prefill_time_that_was_declared_stays_measured(local: Client, name: str) -> None:
+    layers = random_layers(28, 100)
+    layout = Layout(
+        tuple(TensorLayout(slot, side, 2, 16, DType.BF16) for slot in range(2) for side in Side)
+    )
+    local.register(name, layout=layout, model=MODEL, prefill_ms=2_000)
+    local.store(name, layers=layers, token_ids=tokens(100), model=MODEL)
+    local.reset_stats()
+    local.fetch(name)
+    receipt = local.stats()
+    assert receipt.prefill_seconds_avoided_measured == pytest.approx(2.0)
+    assert receipt.prefill_seconds_avoided_estimated == 0
+
+
+def test_parts_that_were_not_stored_are_never_acknowledged(local: Client, name: str) -> None:
+    fields = {"layers": random_layers(29, 100), "token_ids": tokens(100), "model": MODEL}
+    logits = Part("logits", 0, 100, b"l" * 40)
+    local.store(name, **fields)  # type: ignore[arg-type]
+    with pytest.raises(OtherContent, match="logits"):
+        local.store(name, **fields, parts=[logits])  # type: ignore[arg-type]
+    local.store(name, **fields, parts=[logits], replace=True)  # type: ignore[arg-type]
+    again = local.store(name, **fields, parts=[logits])  # type: ignore[arg-type]
+    assert again.already_stored
+    assert local.store(name, **fields).already_stored, "fewer are there"  # type: ignore[arg-type]
+    got = present(local.fetch(name, part_kinds=["logits"]))
+    assert [bytes(part.data) for part in got.parts] == [b"l" * 40]
+
+
+def test_a_child_never_has_a_part_that_its_parent_has(local: Client, name: str) -> None:
+    layers, ids = random_layers(30, 200), tokens(200, 5)
+    mine = Part("state", 0, 64, b"parent")
+    local.store(
+        name, layers=cut_rows(layers, 0, 100), token_ids=ids[:100], model=MODEL, parts=[mine]
+    )
+    child = {"layers": cut_rows(layers, 64, 200), "token_ids": ids, "model": MODEL}
+    with pytest.raises(InvalidRequest, match="state"):
+        local.store(
+            f"{name}-child",
+            **child,
+            parent=name,
+            base=64,
+            parts=[Part("state", 0, 64, b"child")],  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "ask"),
+    [
+        ("min_tokens", lambda pion: pion.match(model=MODEL, token_ids=[1], min_tokens=-1)),
+        ("lease_ms", lambda pion: pion.match(model=MODEL, token_ids=[1], lease_ms=-1)),
+        ("lease_ms", lambda pion: pion.lookup("x", lease_ms=-1)),
+        ("slots", lambda pion: pion.fetch("x", slots=[-1])),
+        ("namespace", lambda pion: pion.lookup(b"x")),
+        ("namespace", lambda pion: pion.fetch(7)),
+        ("namespace", lambda pion: pion.lookup("x" * 20_000)),
+        ("namespace", lambda pion: pion.fetch("é" * 20_000)),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_its_field(
+    local: Client, field: str, ask: Callable[[Client], object]
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ask(local)
+    assert field in refused.value.field
+
+
+def test_a_slot_that_a_prefix_does_not_have_is_no_empty_answer(
+    local: Client, remote: Client, name: str
+) -> None:
+    local.store(name, layers=random_layers(31, 100), token_ids=tokens(100), model=MODEL)
+    for client in (local, remote):
+        with pytest.raises(InvalidRequest, match="no slot 99"):
+            client.fetch(name, slots=[99])
+
+
+def test_a_deadline_that_never_comes_is_no_deadline_now(local: Client, name: str) -> None:
+    local.store(name, layers=random_layers(32, 10), token_ids=tokens(10), model=MODEL)
+    assert local.fetch(name, timeout_s=9e15) is not None
+
+
 def test_the_server_describes_itself(local: Client) -> None:
     described = local.describe()
     assert described.export_enabled

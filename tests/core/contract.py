@@ -95,7 +95,9 @@ class StoreContract:
     def test_no_slot_is_served_that_was_not_asked_for(self, store: PrefixStore) -> None:
         shape = layout(4)
         put(store, "p", PROMPT, layout=shape)
-        fetch = opened(store, FetchQuery("p", slots=frozenset({1, 3, 77})))
+        with pytest.raises(InvalidRequest, match="no slot 77"):
+            opened(store, FetchQuery("p", slots=frozenset({1, 3, 77})))
+        fetch = opened(store, FetchQuery("p", slots=frozenset({1, 3})))
         assert fetch is not None
         assert [t.slot for t in fetch.reading.served_layout.tensors] == [1, 1, 3, 3]
         served, _ = drain(store, fetch)

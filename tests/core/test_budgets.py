@@ -1,6 +1,9 @@
 """Budgets hold: what is evicted, in which order, and what never is."""
 
 import contextlib
+import errno
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +11,9 @@ import pytest
 
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.storing import StoreSession
-from pion_grpc.core.values import WriteRowsHeader
-from pion_grpc.errors import OverBudget, OverQuota
+from pion_grpc.core.values import LookupQuery, WriteRowsHeader
+from pion_grpc.errors import OverBudget, OverQuota, TooManyFiles, Unreadable
+from pion_grpc.storage.files import Files
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from tests.core.support import (
     SMALL,
@@ -139,6 +143,113 @@ def test_what_is_leased_is_never_evicted(store: PrefixStore) -> None:
         ids = tokens(BIG, salt=int(name))
         assert rows_of(store, lease=lease) == truth(WIDE, ids)
     assert directory_bytes(store.directory.path) <= BUDGET
+
+
+def test_one_call_takes_one_lease_of_a_prefix_however_often_it_names_it(
+    store: PrefixStore,
+) -> None:
+    for number in range(2):
+        big(store, f"{number}", salt=number)
+    results = store.lookup(TENANT, [LookupQuery(f"{n % 3}") for n in range(999)], 60_000)
+    leases = [result.lease_id for result in results]
+    assert leases == [*leases[:2], b""] * 333
+    assert leases[0] != leases[1]
+    with store._catalog.read() as transaction:
+        assert transaction.all("SELECT COUNT(*) FROM lease", ()) == [(2,)]
+
+
+def test_leases_never_take_the_directory_past_its_budget(machine: Machine) -> None:
+    store = machine.start(6 << 20)
+    put(store, "p", tokens(100))
+    given = 0
+    for _ in range(40_000):
+        lease = look(store, "p", lease_ms=60_000).lease_id
+        given += bool(lease)
+        if not lease:
+            break
+        assert directory_bytes(store.directory.path) <= 6 << 20
+    assert 100 < given < 40_000
+    assert look(store, "p", lease_ms=60_000).hit
+
+
+def test_a_smaller_budget_holds_from_the_start_on(machine: Machine) -> None:
+    store = machine.start(BUDGET)
+    stored = fill_up(store)
+    store.close()
+    store = machine.start(BUDGET // 2)
+    store.clean()
+    assert directory_bytes(store.directory.path) <= BUDGET // 2
+    left = names(store)
+    assert 0 < len(left) < len(stored)
+    assert left == stored[-len(left) :], "not the ones that were stored last"
+
+
+class Stubborn(Files):
+    """Files of which some cannot be removed."""
+
+    kept: str = ""
+
+    def unlink(self, path: Path) -> None:
+        if self.kept and path.name == self.kept:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        super().unlink(path)
+
+
+def test_a_file_that_cannot_be_removed_keeps_nobody_from_storing(tmp_path: Path) -> None:
+    files = Stubborn()
+    machine = Machine(tmp_path / "data", files)
+    store = machine.start(BUDGET)
+    big(store, "a", salt=1)
+    (segment,) = store.directory.segments.iterdir()
+    used = store.totals().disk_used_bytes
+    files.kept = segment.name
+    assert store.drop(TENANT, ["a"]) == [True]
+    assert not look(store, "a").hit
+    big(store, "b", salt=2)
+    store.drop(TENANT, ["b"])
+    store.tick()
+    assert [path.name for path in store.directory.segments.iterdir()] == [segment.name]
+    assert store.totals().disk_used_bytes >= used - 4_096, "what lies there counts"
+    (trouble,) = store.space.losses().troubles
+    assert segment.name in trouble
+    assert store.space.losses().troubles == (), "told once"
+    files.kept = ""
+    store.tick()
+    assert list(store.directory.segments.iterdir()) == []
+    machine.close()
+
+
+def test_a_file_that_cannot_be_opened_is_no_reason_to_throw_it_away(store: PrefixStore) -> None:
+    put(store, "p", tokens(100))
+    (segment,) = store.directory.segments.iterdir()
+    aside = segment.with_suffix(".aside")
+    segment.rename(aside)
+    segment.symlink_to(segment)  # a loop, which nobody can open
+    for _ in range(2):
+        with pytest.raises(Unreadable) as caught:
+            rows_of(store, "p")
+        assert caught.value.metadata["namespace"] == "p"
+    (trouble,) = store.space.losses().troubles
+    assert segment.name in trouble
+    segment.unlink()
+    aside.rename(segment)
+    assert_truth(store, "p", tokens(100))
+
+
+def test_without_descriptors_nothing_is_taken_for_damaged(store: PrefixStore) -> None:
+    put(store, "p", tokens(100))
+    assert_truth(store, "p", tokens(100))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(TooManyFiles) as caught:
+            rows_of(store, "p")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert caught.value.retry_after_ms
+    assert_truth(store, "p", tokens(100))
 
 
 def test_when_everything_is_leased_a_store_is_refused(store: PrefixStore) -> None:

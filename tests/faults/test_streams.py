@@ -272,12 +272,21 @@ def silent_calls(wire: Wire, over: threading.Event, count: int, path: str) -> li
     return [method.future(never(), metadata=wire.metadata) for _ in range(count)]
 
 
-@pytest.mark.parametrize("path", ["/pion.v1.PrefixStore/Lookup", "/pion.v1.PrefixStore/Fetch"])
-def test_calls_that_ask_nothing_do_not_hold_every_thread(start_server, path: str) -> None:
-    server = start_server("--streams-max", "8")
+@pytest.mark.parametrize(
+    ("path", "count"),
+    [
+        ("/pion.v1.PrefixStore/Lookup", 60),
+        ("/pion.v1.PrefixStore/Lookup", 600),
+        ("/pion.v1.PrefixStore/Fetch", 60),
+    ],
+)
+def test_calls_that_ask_nothing_do_not_hold_every_thread(
+    start_server, path: str, count: int
+) -> None:
+    server = start_server("--streams-max", "64" if count > 100 else "8")
     over = threading.Event()
     with Wire(server.address) as silent, Wire(server.address) as wire:
-        calls = silent_calls(silent, over, 60, path)
+        calls = silent_calls(silent, over, count, path)
         for _ in range(20):
             assert wire.healthy() == health_pb2.HealthCheckResponse.SERVING
         assert not wire.lookup("streams/none").hit

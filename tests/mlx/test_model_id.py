@@ -78,10 +78,18 @@ def test_the_format_does_not_drift():
     model = small(num_hidden_layers=1)
     model.set_dtype(mx.bfloat16)
     expected = hashlib.sha256()
-    parameters = sorted(tree_flatten(model.parameters()))
+    rope = "model.layers.0.self_attn.rope"
+    numbers = {f"{rope}.base": 10_000.0, f"{rope}.dims": 32.0, f"{rope}.scale": 1.0}
+    numbers[f"{rope}.traditional"] = 0.0
+    parameters = sorted([*tree_flatten(model.parameters()), *numbers.items()])
     expected.update(struct.pack("<I", len(parameters)))
     for name, value in parameters:
         expected.update(struct.pack("<I", len(name)) + name.encode())
+        if name in numbers:
+            number = struct.pack("<d", value)
+            expected.update(struct.pack("<I", 0) + struct.pack("<I", 7) + b"float64")
+            expected.update(struct.pack("<I", crc32c(number)))
+            continue
         expected.update(struct.pack(f"<I{value.ndim}Q", value.ndim, *value.shape))
         expected.update(struct.pack("<I", 8) + b"bfloat16")
         expected.update(struct.pack("<I", crc32c(np.asarray(value.view(mx.uint16)).tobytes())))
@@ -165,6 +173,10 @@ def another_argument(model):
     model.args.rope_theta = 123.0
 
 
+def another_rope_base(model):
+    model.model.layers[1].self_attn.rope.base = 77.0
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -174,6 +186,7 @@ def another_argument(model):
         loaded_weights,
         quantised_where_it_stands,
         another_argument,
+        another_rope_base,
     ],
     ids=lambda change: change.__name__,
 )

@@ -32,12 +32,25 @@ def text(field: str, value: str) -> str:
     """Returns a text that can be sent.
 
     Raises:
-        InvalidRequest: it has no UTF-8, because of a surrogate that stands alone.
+        InvalidRequest: it is no text, or has no UTF-8, because of a surrogate that stands alone.
     """
+    if not isinstance(value, str):
+        raise invalid(field, f"{value!r} is no text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise invalid(field, f"{value!r} has no UTF-8") from error
+    return value
+
+
+def count(field: str, value: int, most: int = 0xFFFF_FFFF) -> int:
+    """Returns a number that can be sent.
+
+    Raises:
+        InvalidRequest: it is below 0, or too large for its field.
+    """
+    if not 0 <= value <= most:
+        raise invalid(field, f"{value} is outside 0..{most}")
     return value
 
 

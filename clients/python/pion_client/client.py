@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 
 from pion_client import answers
-from pion_client.arrays import invalid, mlx_core, text
+from pion_client.arrays import count, invalid, mlx_core, text
 from pion_client.attend import Attending, AttendMixin
 from pion_client.calls import Calls
 from pion_client.connection import Connection, retried
@@ -327,8 +327,8 @@ class Client(AttendMixin):
             model_id=text("model", model),
             token_ids=packed,
             fidelities=fidelities,
-            min_tokens=min_tokens,
-            lease_ms=lease_ms,
+            min_tokens=count("min_tokens", min_tokens),
+            lease_ms=None if lease_ms is None else count("lease_ms", lease_ms),
             part_kinds=part_kinds,
         )
         route = route_key(self._tenant, model, packed)
@@ -371,7 +371,7 @@ class Client(AttendMixin):
             restored_tokens=restored_tokens,
             restored_prefill_ms=restored_prefill_ms,
         )
-        request = pb.PrefixStoreLookupRequest(queries=[query], lease_ms=lease_ms)
+        request = pb.PrefixStoreLookupRequest(queries=[query], lease_ms=count("lease_ms", lease_ms))
         routes = self._routes.where(namespace)
         if model and packed:
             routes = (route_key(self._tenant, model, packed),)
@@ -494,7 +494,7 @@ class Client(AttendMixin):
             namespace=text("namespace", namespace or ""),
             lease_id=lease_id,
             rows=_row_range(rows) if rows is not None else None,
-            slots=slots or (),
+            slots=[count("slots", slot) for slot in slots or ()],
             codecs=FAMILIES,  # decoded here: fewer bytes cross the wire
             part_kinds=part_kinds,
         )

@@ -78,6 +78,10 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 _Result = TypeVar("_Result")
 
 
+TIMEOUT_S_MAX = 30 * 86_400.0
+"""Longer ones overflow what the transport counts with."""
+
+
 class Deadline:
     """A moment by which something must be done.
 
@@ -89,7 +93,7 @@ class Deadline:
     def __init__(self, timeout_s: float, tries: int = TRIES_MAX) -> None:
         self.timeout_s = timeout_s
         self.tries = tries
-        self._end = time.monotonic() + timeout_s
+        self._end = time.monotonic() + min(timeout_s, TIMEOUT_S_MAX)
 
     @property
     def remaining_s(self) -> float:

@@ -66,6 +66,15 @@ class _Extent(NamedTuple):
     first_row: int
 
 
+def check_readable(answer: pb.PrefixStoreExportResponse) -> None:
+    """Raises CannotExport unless the server's directory is this host's, and can be read."""
+    directory = _open_directory(answer.directory)
+    try:
+        _check_token(directory, answer.host_token)
+    finally:
+        os.close(directory)
+
+
 class Exported:
     """The open files of a prefix. Close it."""
 

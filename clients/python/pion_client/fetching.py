@@ -146,6 +146,8 @@ class Reception:
         if self.announced is None:
             return
         request.generation = self.announced.prefix.generation
+        # A live prefix may have got more rows meanwhile, under the same generation.
+        request.rows.begin, request.rows.end = self.announced.rows
         piece = self._pieces[0]
         if piece.tensor is None:
             request.resume_part = piece.number + 1

@@ -14,10 +14,13 @@ text UTF-8, text and JSON behind their length as u32)::
       u32   CRC-32C of its values, row-major, little-endian
     text  the model's `args` as JSON: keys sorted, separators "," and ":", ASCII only; `null` if none
 
-Adapters and quantisation are parameters. One thing is not and counts as one: the `scale` of a module
-with a parameter `lora_a` is a Python number, and enters as a parameter `<module>.scale` of no
-dimensions and type "float64". Arguments count as they are, defaults included: another version of
-mlx-lm may know other arguments, and then its ids are others too.
+Adapters and quantisation are parameters. Two things are not and count as some: the `scale` of a module
+with a parameter `lora_a`, and the public numbers of a module whose class is named for RoPE (`base`,
+`scale`, `dims`, `traditional`, ...), because a rope can be given another base after the model was made.
+They are Python numbers, and enter as parameters `<module>.<attribute>` of no dimensions and type
+"float64". (Arrays that a rope derives from its arguments do not enter: they differ by the device.)
+Arguments count as they are, defaults included: another version of mlx-lm may know other arguments, and
+then its ids are others too.
 
 The one decision: the id is computed once per loaded model, by a thread of its own that is started
 when a `PionPromptCache` is made, over bytes that were evaluated on the caller's thread. Whether the
@@ -25,9 +28,8 @@ model is still the same is asked before every use, by *where* its parameters lie
 for the 273 arrays of 30 layers. The buffers that were seen stay referenced, so an address is never
 taken anew, and MLX copies a shared buffer before it writes into it: loading weights, quantising, adding
 or reloading an adapter, assigning into a parameter all show as another address. (While a model is
-trained, its weights as they were at the last use therefore stay in memory.) A module's other plain
-attributes are not looked at: whoever changes a rope's base after the model was made passes a `model_id`
-of their own.
+trained, its weights as they were at the last use therefore stay in memory.) Other plain attributes of
+modules are not looked at: whoever changes one passes a `model_id` of their own.
 """
 
 import dataclasses
@@ -128,6 +130,10 @@ def _parts(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _below(value, f"{path}.{key}" if path else key)
     if "lora_a" in module and isinstance(getattr(module, "scale", None), int | float):
         yield f"{path}.scale", float(module.scale)
+    if "rope" in type(module).__name__.lower():
+        for key, value in sorted(vars(module).items()):
+            if not key.startswith("_") and isinstance(value, int | float):
+                yield f"{path}.{key}", float(value)
 
 
 def _below(value: Any, path: str) -> Iterator[tuple[str, Any]]:

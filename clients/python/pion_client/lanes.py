@@ -11,7 +11,7 @@ from pion_client.arrays import Layers
 from pion_client.calls import Calls
 from pion_client.connection import TRIES_MAX, Deadline, pause, retried
 from pion_client.errors import BadAnswer, GenerationDiffers, NotStored, NotSupported, PionError
-from pion_client.export import LEASE_MS, CannotExport, Exported
+from pion_client.export import LEASE_MS, CannotExport, Exported, check_readable
 from pion_client.fetching import Announced, DamagedChunk, Progress, Reception
 from pion_client.values import Part, Prefix
 from pion_wire.layout import Layout
@@ -26,6 +26,7 @@ class Lanes:
         self._verify = verify
         self._bytes_max = bytes_max
         self._stream_because = ""
+        self._readable = False
         if not export:
             self._stream_because = "export=False"
         elif not calls.connection.is_local:
@@ -66,6 +67,7 @@ class Lanes:
         route: str,
         deadline: Deadline,
     ) -> Prefix:
+        self._probe(route, deadline)
         request = pb.PrefixStoreExportRequest(
             namespace=asked.namespace,
             lease_id=asked.lease_id,
@@ -75,15 +77,8 @@ class Lanes:
             part_kinds=asked.part_kinds,
         )
 
-        def ask() -> pb.PrefixStoreExportResponse:
-            once = Deadline(min(self._calls.timeout_s, deadline.remaining_s))
-            answer: pb.PrefixStoreExportResponse = self._calls.call("export", request, route, once)
-            return answer
-
         try:
-            answer = retried(ask, deadline)
-        except NotSupported as error:
-            raise CannotExport(f"the server does not export: {error}", lasting=True) from error
+            answer = self._export(request, route, deadline)
         except NotStored as error:  # or its rows are in no segment yet: the stream decides
             raise CannotExport(str(error)) from error
         exported = Exported(
@@ -101,6 +96,27 @@ class Lanes:
             return _prefix(exported.announced, exported.layout, layers, parts, "export", "")
         finally:
             exported.close()
+
+    def _probe(self, route: str, deadline: Deadline) -> None:
+        """Finds out once whether the server's files can be read here: what it exports, it counts."""
+        if self._readable:
+            return
+        answer = self._export(pb.PrefixStoreExportRequest(probe=True), route, deadline)
+        check_readable(answer)
+        self._readable = True
+
+    def _export(
+        self, request: pb.PrefixStoreExportRequest, route: str, deadline: Deadline
+    ) -> pb.PrefixStoreExportResponse:
+        def ask() -> pb.PrefixStoreExportResponse:
+            once = Deadline(min(self._calls.timeout_s, deadline.remaining_s))
+            answer: pb.PrefixStoreExportResponse = self._calls.call("export", request, route, once)
+            return answer
+
+        try:
+            return retried(ask, deadline)
+        except NotSupported as error:
+            raise CannotExport(f"the server does not export: {error}", lasting=True) from error
 
     def _from_stream(
         self,

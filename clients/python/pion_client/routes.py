@@ -9,6 +9,8 @@ import threading
 
 ROUTES_MAX = 50_000
 """Names that are remembered, 300 bytes each."""
+ROUTE_CHARACTERS_MAX = 200
+"""What is longer is no name; the server says so, if its route fits into the call's metadata."""
 
 
 class Routes:
@@ -34,7 +36,7 @@ class Routes:
     def of(self, key: str | bytes) -> str:
         """Returns the route; of what is not known, the name itself."""
         with self._lock:
-            return self._routes.get(_text(key), _text(key))
+            return self._routes.get(_text(key), _text(key)[:ROUTE_CHARACTERS_MAX])
 
 
     def where(self, key: str | bytes) -> tuple[str, ...]:

@@ -88,8 +88,8 @@ class TensorLayout:
     def __post_init__(self) -> None:
         if not 0 <= self.slot < limits.SLOTS_MAX:
             raise LayoutError("slot", f"{self.slot} is outside 0..{limits.SLOTS_MAX - 1}")
-        if self.heads < 1:
-            raise LayoutError("heads", f"{self.heads} is below 1")
+        if not 1 <= self.heads <= limits.ROW_BYTES_MAX:
+            raise LayoutError("heads", f"{self.heads} is outside 1..{limits.ROW_BYTES_MAX}")
         if self.head_dim < 0:
             raise LayoutError("head_dim", f"{self.head_dim} is below 0")
         if self.heads * self.head_dim * self.dtype.itemsize > limits.ROW_BYTES_MAX:

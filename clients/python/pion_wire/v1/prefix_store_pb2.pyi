@@ -760,6 +760,7 @@ class PrefixStoreExportRequest(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     PART_KINDS_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """The prefix."""
     lease_id: _builtins.bytes
@@ -767,6 +768,10 @@ class PrefixStoreExportRequest(_message.Message):
     lease_ms: _builtins.int
     """How long the files stay readable: absent means 10,000, at most 60,000. (An opened file stays
     readable for ever.)
+    """
+    probe: _builtins.bool
+    """Whether only `directory` and `host_token` are wanted, to find out whether this client can read
+    them: nothing is looked up, leased or counted.
     """
     @_builtins.property
     def rows(self) -> _types_pb2.RowRange:
@@ -791,10 +796,11 @@ class PrefixStoreExportRequest(_message.Message):
         lease_ms: _builtins.int | None = ...,
         slots: _abc.Iterable[_builtins.int] | None = ...,
         part_kinds: _abc.Iterable[_builtins.str] | None = ...,
+        probe: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_ms", b"lease_ms", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "namespace", b"namespace", "part_kinds", b"part_kinds", "rows", b"rows", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "namespace", b"namespace", "part_kinds", b"part_kinds", "probe", b"probe", "rows", b"rows", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015

@@ -295,7 +295,8 @@ class PrefixStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """Describes the server: version, limits, formats, backend, budgets, totals.
+        """Describes the server: version, limits, formats, backend, budgets, totals. Where tenants are
+        configured, a tenant's totals are its own, and what concerns all of them is 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

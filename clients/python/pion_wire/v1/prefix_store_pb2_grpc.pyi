@@ -114,7 +114,9 @@ class PrefixStoreStub:
     Release: _grpc.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreReleaseRequest, _prefix_store_pb2.PrefixStoreReleaseResponse]
     """Forgets a snapshot and keeps the rows. Errors: INVALID, NOT_STORED (the prefix)."""
     Describe: _grpc.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreDescribeRequest, _prefix_store_pb2.PrefixStoreDescribeResponse]
-    """Describes the server: version, limits, formats, backend, budgets, totals."""
+    """Describes the server: version, limits, formats, backend, budgets, totals. Where tenants are
+    configured, a tenant's totals are its own, and what concerns all of them is 0.
+    """
 
 @_typing.type_check_only
 class PrefixStoreAsyncStub(PrefixStoreStub):
@@ -202,7 +204,9 @@ class PrefixStoreAsyncStub(PrefixStoreStub):
     Release: _aio.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreReleaseRequest, _prefix_store_pb2.PrefixStoreReleaseResponse]  # type: ignore[assignment]
     """Forgets a snapshot and keeps the rows. Errors: INVALID, NOT_STORED (the prefix)."""
     Describe: _aio.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreDescribeRequest, _prefix_store_pb2.PrefixStoreDescribeResponse]  # type: ignore[assignment]
-    """Describes the server: version, limits, formats, backend, budgets, totals."""
+    """Describes the server: version, limits, formats, backend, budgets, totals. Where tenants are
+    configured, a tenant's totals are its own, and what concerns all of them is 0.
+    """
 
 class PrefixStoreServicer(metaclass=_abc_1.ABCMeta):
     """Keeps the K/V rows of prompt prefixes and gives them back, bit for bit.
@@ -395,6 +399,8 @@ class PrefixStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _prefix_store_pb2.PrefixStoreDescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefix_store_pb2.PrefixStoreDescribeResponse, _abc.Awaitable[_prefix_store_pb2.PrefixStoreDescribeResponse]]:
-        """Describes the server: version, limits, formats, backend, budgets, totals."""
+        """Describes the server: version, limits, formats, backend, budgets, totals. Where tenants are
+        configured, a tenant's totals are its own, and what concerns all of them is 0.
+        """
 
 def add_PrefixStoreServicer_to_server(servicer: PrefixStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class StatsStub(object):
-    """The value receipt: what the store did for its clients since the start or the last reset.
+    """The value receipt: what the store did for its clients since the start or the last reset, by all
+    workers of a server together. It is that of all tenants: the server's owner reads it, a tenant gets
+    NOT_ALLOWED.
     """
 
     def __init__(self, channel):
@@ -48,7 +50,9 @@ class StatsStub(object):
 
 
 class StatsServicer(object):
-    """The value receipt: what the store did for its clients since the start or the last reset.
+    """The value receipt: what the store did for its clients since the start or the last reset, by all
+    workers of a server together. It is that of all tenants: the server's owner reads it, a tenant gets
+    NOT_ALLOWED.
     """
 
     def Get(self, request, context):
@@ -87,7 +91,9 @@ def add_StatsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Stats(object):
-    """The value receipt: what the store did for its clients since the start or the last reset.
+    """The value receipt: what the store did for its clients since the start or the last reset, by all
+    workers of a server together. It is that of all tenants: the server's owner reads it, a tenant gets
+    NOT_ALLOWED.
     """
 
     @staticmethod

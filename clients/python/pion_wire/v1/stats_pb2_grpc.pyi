@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StatsStub:
-    """The value receipt: what the store did for its clients since the start or the last reset."""
+    """The value receipt: what the store did for its clients since the start or the last reset, by all
+    workers of a server together. It is that of all tenants: the server's owner reads it, a tenant gets
+    NOT_ALLOWED.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -40,7 +43,10 @@ class StatsStub:
 
 @_typing.type_check_only
 class StatsAsyncStub(StatsStub):
-    """The value receipt: what the store did for its clients since the start or the last reset."""
+    """The value receipt: what the store did for its clients since the start or the last reset, by all
+    workers of a server together. It is that of all tenants: the server's owner reads it, a tenant gets
+    NOT_ALLOWED.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Get: _aio.UnaryUnaryMultiCallable[_stats_pb2.StatsGetRequest, _stats_pb2.StatsGetResponse]  # type: ignore[assignment]
@@ -49,7 +55,10 @@ class StatsAsyncStub(StatsStub):
     """Sets every counter to zero; answers with what they were."""
 
 class StatsServicer(metaclass=_abc_1.ABCMeta):
-    """The value receipt: what the store did for its clients since the start or the last reset."""
+    """The value receipt: what the store did for its clients since the start or the last reset, by all
+    workers of a server together. It is that of all tenants: the server's owner reads it, a tenant gets
+    NOT_ALLOWED.
+    """
 
     @_abc_1.abstractmethod
     def Get(
