@@ -1,6 +1,7 @@
 """The receipt claims nothing that did not happen: each of its numbers, and what must not move it."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -156,3 +157,53 @@ def test_reset_answers_with_what_was_and_begins_anew(wire: Wire) -> None:
     assert answer == before
     assert counted(wire) == stats_pb2.Receipt()
     assert wire.receipt().since_unix_ms >= before.since_unix_ms
+
+
+def test_the_workers_of_a_server_have_one_receipt(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server("--workers", "2", "--resp", "127.0.0.1:0", listen="127.0.0.1:0")
+    with contextlib.ExitStack() as stack:
+        # The kernel spreads connections: enough of them reach both workers.
+        wires = [stack.enter_context(Wire(server.address)) for _ in range(12)]
+        for number, wire in enumerate(wires):
+            wire.lookup(f"receipt/nobody-{number}")
+
+        def everybody_says(misses: int) -> bool:
+            return [wire.receipt().misses for wire in wires] == [misses] * len(wires)
+
+        eventually(lambda: everybody_says(12))
+        assert wires[0].stats.Reset(stats_pb2.StatsResetRequest()).receipt.misses == 12
+        eventually(lambda: everybody_says(0))
+        wires[3].lookup("receipt/nobody")
+        eventually(lambda: everybody_says(1))
+
+
+def test_a_tenant_reads_no_numbers_but_its_own(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server("--tenant", "blue=azure", "--tenant", "red=crimson", PION_PASSWORD="s")
+    with (
+        Wire(server.address, password="s") as owner,
+        Wire(server.address, tenant="blue", password="azure") as blue,
+        Wire(server.address, tenant="red", password="crimson") as red,
+    ):
+        sample = Sample("receipt/blue", 100)
+        stored = blue.store(sample)
+        blue.fetch("receipt/blue")
+        assert owner.receipt().tokens_served == 100
+        for tenant in (blue, red):
+            assert refused(tenant.receipt).reason == "NOT_ALLOWED"
+            reset = refused(
+                lambda tenant=tenant: tenant.stats.Reset(
+                    stats_pb2.StatsResetRequest(), metadata=tenant.metadata
+                )
+            )
+            assert reset.reason == "NOT_ALLOWED"
+        assert owner.receipt().tokens_served == 100
+        told = [wire.call("Describe") for wire in (owner, blue, red)]
+        assert [answer.prefix_count for answer in told] == [1, 1, 0]
+        assert [answer.row_count for answer in told] == [100, 100, 0]
+        assert told[1].disk_used_bytes == stored.stored_bytes
+        assert told[2].disk_used_bytes == 0
+        assert told[0].disk_used_bytes > stored.stored_bytes
