@@ -191,6 +191,33 @@ def add_verify(commands: Commands) -> None:
     )
 
 
+def add_rebuild(commands: Commands) -> None:
+    """`pion-grpc rebuild --data DIR`."""
+    parser = _command(
+        commands,
+        "rebuild",
+        _rebuild,
+        "make a lost or damaged catalogue anew from the segments",
+        "Makes the catalogue of a data directory from its segments, of which every page is checked; "
+        "no server may run on it. What cannot be adopted, and a damaged catalogue, is moved to "
+        "DIR/not-adopted. Rows that were never sealed, keys and recurrent states are lost with a "
+        "catalogue. Exit status 1 if something was not adopted.",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        type=lambda text: Path(text).expanduser(),
+        required=True,
+        help="the data directory",
+    )
+    parser.add_argument(
+        "--tenant",
+        metavar="NAME",
+        default="",
+        help="whose all prefixes become: segments do not say it (default: the administrator's)",
+    )
+
+
 def add_doctor(commands: Commands) -> None:
     """`pion-grpc doctor`."""
     parser = _command(
@@ -309,6 +336,12 @@ def _verify(options: argparse.Namespace) -> int:
     return verify(options)
 
 
+def _rebuild(options: argparse.Namespace) -> int:
+    from pion_grpc.cli.rebuild import rebuild_catalogue
+
+    return rebuild_catalogue(options)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from pion_grpc.cli.doctor import doctor
 
@@ -343,6 +376,7 @@ COMMANDS = (
     add_export,
     add_import,
     add_verify,
+    add_rebuild,
     add_bench,
     add_doctor,
     add_mesh,

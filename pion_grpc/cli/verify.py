@@ -7,6 +7,7 @@ from rich.console import Console
 
 from pion_grpc.cli.output import printable, progress, show, size, table
 from pion_grpc.core.checkup import Damage, check_directory
+from pion_grpc.storage.directory import rebuild_command
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -28,6 +29,12 @@ def verify(options: argparse.Namespace) -> int:
             shown.add_row(damage.kind, _name(damage), printable(damage.problem))
         console.print(shown)
         console.print(f"{read}; {len(checkup.damaged):,} damaged")
+        if any(damage.kind == "catalogue" for damage in checkup.damaged):
+            console.print(
+                f"a damaged catalogue can be made anew: stop the server, move {directory / 'catalog.db'}"
+                " and what begins with its name away, and run "
+                f"{rebuild_command(directory)}"
+            )
         console.print(
             "a server never serves what is damaged: it takes such a prefix out, with its children, when "
             "it meets the damage; `pion-grpc drop NAME` does so now"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 TENANTS_MAX = 64
 PASSWORD_BYTES_MAX = 128
-_TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Access:
@@ -27,7 +27,7 @@ class Access:
         if len(self._tenants) > TENANTS_MAX:
             raise ValueError(f"--tenant: more than {TENANTS_MAX}")
         for tenant, secret in self._tenants.items():
-            if not _TENANT.fullmatch(tenant):
+            if not TENANT_NAME.fullmatch(tenant):
                 raise ValueError(
                     f"--tenant: {tenant!r} is no name: 1 to 64 letters, digits, - and _ are allowed"
                 )

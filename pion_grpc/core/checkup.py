@@ -26,10 +26,12 @@ from pion_grpc.storage.catalog import (
     APPLICATION_ID,
     BUSY_MS,
     SCHEMA_VERSION,
+    DamagedCatalogue,
     ExtentRow,
     PrefixRow,
     Transaction,
 )
+from pion_grpc.storage.directory import rebuild_command
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
 from pion_wire.layout import Layout
 from pion_wire.limits import CHUNK_BYTES_MAX
@@ -71,7 +73,9 @@ def check_directory(path: Path, progress: Progress = lambda done, total: None) -
     catalog = path / "catalog.db"
     try:
         # Asked, not opened: closing it would end the locks that a server in this process has on it.
-        if catalog.stat() and not os.access(catalog, os.R_OK):
+        if not catalog.stat().st_size:
+            raise _no_catalogue(path)
+        if not os.access(catalog, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(catalog))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _no_catalogue(path) from error
@@ -86,7 +90,7 @@ def check_directory(path: Path, progress: Progress = lambda done, total: None) -
 def _check_directory(path: Path, progress: Progress) -> Checkup:
     with _reading(path / "catalog.db") as catalogue:
         prefixes, values = catalogue.prefix_sizes(), catalogue.blob_sizes()
-        read = _Read(progress, sum(prefixes.values()) + sum(values.values()))
+        read = PageReader(progress, sum(prefixes.values()) + sum(values.values()))
         damaged = [Damage("catalogue", "", "", True, text) for text in catalogue.problems()]
         damaged += _damaged_prefixes(path, catalogue, prefixes, read)
         damaged += _damaged_values(path, catalogue, values, read)
@@ -98,11 +102,15 @@ def _unreadable(path: Path, error: OSError) -> CannotStart:
 
 
 def _no_catalogue(path: Path) -> CannotStart:
-    return CannotStart(f"{path} is no data directory: there is no catalog.db in it")
+    problem = "there is no catalog.db in it, or an empty one"
+    if any(path.glob("segments/*")):
+        makes = f"{rebuild_command(path)} makes one from its segments"
+        return CannotStart(f"{path} cannot be checked: {problem}; {makes}")
+    return CannotStart(f"{path} is no data directory: {problem}")
 
 
 def _damaged_prefixes(
-    path: Path, catalogue: "_Catalogue", sizes: dict[int, int], read: "_Read"
+    path: Path, catalogue: "_Catalogue", sizes: dict[int, int], read: "PageReader"
 ) -> Iterator[Damage]:
     unsound: set[int] = set()
     for identity, size in sizes.items():
@@ -117,7 +125,7 @@ def _damaged_prefixes(
 
 
 def _damaged_values(
-    path: Path, catalogue: "_Catalogue", sizes: dict[int, int], read: "_Read"
+    path: Path, catalogue: "_Catalogue", sizes: dict[int, int], read: "PageReader"
 ) -> Iterator[Damage]:
     for identity, size in sizes.items():
         blob = catalogue.blob(identity)
@@ -128,8 +136,8 @@ def _damaged_values(
         read.finish(size)
 
 
-class _Read:
-    """Counts what has been read."""
+class PageReader:
+    """Reads pages against their checksums, and counts what it has read."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self.bytes = 0
@@ -139,7 +147,11 @@ class _Read:
         self._progress = progress
 
     def check(self, run: CheckedRun) -> None:
-        """Reads a run, page by page; raises as it does."""
+        """Reads a run, page by page.
+
+        Raises:
+            Corrupt: a page does not have its checksum.
+        """
         for begin in range(0, run.size, CHUNK_BYTES_MAX):
             end = min(begin + CHUNK_BYTES_MAX, run.size)
             run.read(begin, end)
@@ -218,7 +230,7 @@ class _Catalogue:
         return dict(cast("list[tuple[int, int]]", self._connection.execute(question).fetchall()))
 
 
-def _check_blob(path: Path, blob: BlobRow, read: _Read) -> str:
+def _check_blob(path: Path, blob: BlobRow, read: PageReader) -> str:
     """Returns what is wrong with a value, or nothing."""
     try:
         file = OpenFile(path / blob.file)
@@ -233,7 +245,7 @@ def _check_blob(path: Path, blob: BlobRow, read: _Read) -> str:
 
 
 def _check_prefix(
-    path: Path, catalogue: _Catalogue, identity: int, read: _Read
+    path: Path, catalogue: _Catalogue, identity: int, read: PageReader
 ) -> tuple[PrefixRow | None, str]:
     """Returns the prefix, unless it has gone, and what is wrong with it, or nothing."""
     before: _Plan | None = None
@@ -301,10 +313,10 @@ def _reading(path: Path) -> Iterator[_Catalogue]:
             yield _Catalogue(connection)
         finally:
             connection.close()
+    except (apsw.CorruptError, apsw.NotADBError) as error:
+        raise DamagedCatalogue(path, error) from error
     except apsw.Error as error:
-        raise CannotStart(
-            f"{path} cannot be read ({error}): the segments beside it can be imported again"
-        ) from error
+        raise CannotStart(f"{path} cannot be read: {error}") from error
 
 
 def _connect(path: Path) -> apsw.Connection:

@@ -619,7 +619,16 @@ class SessionReading:
 
 _ROWS_OF_ANY_SEGMENT = 1 << 31
 _PATH = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|\Z))[^\x00-\x1f\x7f]{1,1000}")
-_OWN_NAMES = ("catalog.db", "segments", "rows", "blobs", "export", "run", "host-token")
+_OWN_NAMES = (
+    "catalog.db",
+    "segments",
+    "rows",
+    "blobs",
+    "export",
+    "run",
+    "host-token",
+    "not-adopted",
+)
 
 
 def _sides(transaction: Transaction, row: PrefixRow) -> frozenset[Side]:
