@@ -65,7 +65,7 @@ def first_token(context: Context) -> list[Result]:
     lengths = FIRST_TOKENS[:1] if context.quick else FIRST_TOKENS
     results = []
     with Server(context.scratch / "data", "--resp", "127.0.0.1:0") as server:
-        port = int(_resp_address(server).rpartition(":")[2])
+        port = int(resp_address(server).rpartition(":")[2])
         with (
             context.waiting("the first process prefills and stores", len(lengths)) as advance,
             ModelProcess(server.address) as first,
@@ -311,7 +311,7 @@ def _attending(context: Context) -> Iterator[tuple[str, _Resp, _Lane]]:
     flags = ("--attend", "numpy", "--resp", "127.0.0.1:0")
     with contextlib.ExitStack() as stack:
         stack.enter_context(threadpoolctl.threadpool_limits(1, "blas"))
-        address = _resp_address(stack.enter_context(Server(context.scratch / "data", *flags)))
+        address = resp_address(stack.enter_context(Server(context.scratch / "data", *flags)))
         yield (
             address,
             stack.enter_context(contextlib.closing(_Resp(address))),
@@ -319,7 +319,8 @@ def _attending(context: Context) -> Iterator[tuple[str, _Resp, _Lane]]:
         )
 
 
-def _resp_address(server: Server) -> str:
+def resp_address(server: Server) -> str:
+    """Returns where a server answers over RESP."""
     address: str = json.loads(server.ready_line)["resp"]
     return address
 

@@ -98,14 +98,18 @@ FIGURES = (
         "formats: BLEU of 50 greedy tokens, 20 questions",
         "fp16 0.969, first tokens 20 of 20; turbo4 (3.51 × smaller) 0.538, 18 of 20; int8 (2 ×) first "
         "tokens right in 95 % and more",
-        "",
+        f"{_BENCH} formats",
+        "formats",
+        tuple(f"K and V {codec}: first" for codec in ("fp16", "int8", "turbo4", "mlx4g32")),
         needs=f"{_APPLE}, Llama-3.2-1B 4-bit",
     ),
     Figure(
         "boundary layers in fp16, middle layers of V in fp8",
         "first token 2.88 × sooner, throughput 2.87 ×, first tokens 15 of 15; all fp16: 2.75 ×, 2.74 ×, "
         "14 of 15. Drift less by 33 % (int8) and 42 % (turbo4)",
-        "",
+        f"{_BENCH} formats",
+        "formats",
+        ("V fp8", "V int8", "V turbo4"),
         needs=f"{_APPLE}, Llama-3.2-1B 4-bit",
     ),
     Figure(

@@ -50,7 +50,7 @@ def measured(context: Context, sizes: Sizes | None, lengths: tuple[int, ...]) ->
             ModelProcess(server.address, sizes) as first,
         ):
             for length in lengths:
-                first.do(Loaded.keep, _ids(length, sizes), files[length])
+                first.do(Loaded.keep, ids_of(length, sizes), files[length])
                 advance()
         with ModelProcess(server.address, sizes) as second:
             for length in lengths:
@@ -61,7 +61,7 @@ def measured(context: Context, sizes: Sizes | None, lengths: tuple[int, ...]) ->
 def _of_length(
     context: Context, second: ModelProcess, sizes: Sizes | None, length: int, file: str
 ) -> list[Result]:
-    ids, question = _ids(length, sizes), _ids(QUESTION_TOKENS, sizes)
+    ids, question = ids_of(length, sizes), ids_of(QUESTION_TOKENS, sizes)
     tokens: dict[Way, int] = {}
 
     def side(way: Way) -> Side:
@@ -92,7 +92,8 @@ def _of_length(
     ]
 
 
-def _ids(tokens: int, sizes: Sizes | None) -> list[int]:
+def ids_of(tokens: int, sizes: Sizes | None = None) -> list[int]:
+    """Token ids of a prompt of this length; equal lengths give equal ids."""
     vocab = 49_152 if sizes is None else sizes.vocab
     ids: list[int] = np.random.default_rng(tokens).integers(20, vocab, tokens).tolist()
     return ids

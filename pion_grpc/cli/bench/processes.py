@@ -134,10 +134,10 @@ class BareSocket(_Process):
 
 
 class Redis(_Process):
-    """redis-server on loopback TCP, nothing written to disk; spoken to with redis-py and hiredis."""
+    """redis-server on loopback TCP; spoken to with redis-py and hiredis."""
 
-    def __init__(self, directory: Path) -> None:
-        """Starts it.
+    def __init__(self, directory: Path, *, appendonly: bool = False) -> None:
+        """Starts it; with `appendonly` every write is appended to a file, else nothing is written.
 
         Raises:
             PeerMissing: server, client or parser is not installed.
@@ -150,9 +150,10 @@ class Redis(_Process):
             importlib.import_module("hiredis")
         except ImportError:
             raise PeerMissing("redis-py is not installed: pip install 'redis[hiredis]'") from None
-        port = _free_port()
+        self.port = port = _free_port()
         command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory)]
-        command += ["--save", "", "--appendonly", "no", "--daemonize", "no"]
+        command += ["--save", "", "--appendonly", "yes" if appendonly else "no"]
+        command += ["--daemonize", "no"]
         super().__init__(command, ready="Ready to accept connections")
         # Reads of 256 KiB to 4 MiB instead of its 64 KiB, and a pipeline, were no quicker.
         self._redis: Any = client.Redis(port=port)
@@ -167,6 +168,19 @@ class Redis(_Process):
         self._value_bytes = value_bytes
         for number, begin in enumerate(range(0, len(data), value_bytes)):
             self._redis.set(str(number), bytes(data[begin : begin + value_bytes]))
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores one value."""
+        self._redis.set(key, value)
+
+    def value(self, number: int) -> bytes:
+        """Fetches the value of a number."""
+        value: bytes = self._redis.get(str(number))
+        return value
+
+    def clear(self) -> None:
+        """Removes everything."""
+        self._redis.flushall()
 
     def get(self, size: int) -> np.ndarray:
         """Fetches all of them into one new array."""
