@@ -2,8 +2,8 @@
 
 A sample's bytes follow from its name: SHA-256 of "name|what|counter", counter after counter. Usage::
 
-    peer.py store ADDRESS NAME F32|F16|BF16 TOKENS [PARENT BASE]
-    peer.py digest ADDRESS NAME                  prints one line per tensor and part
+    peer.py store ADDRESS NAME,F32|F16|BF16,TOKENS[,PARENT,BASE] ...
+    peer.py digest ADDRESS NAME ...              prints one line per name, tensor and part
 """
 
 import hashlib
@@ -24,10 +24,9 @@ def noise(name: str, what: str, size: int) -> bytes:
     return data[:size]
 
 
-def store(
-    address: str, name: str, dtype: str, tokens: str, parent: str = "", base: str = "0"
-) -> None:
+def store(client: Client, sample: str) -> None:
     """Stores a sample; with a parent, its rows from `base` on."""
+    name, dtype, tokens, parent, base = (*sample.split(","), "", "0")[:5]
     kind, count, begin = DType(dtype), int(tokens), int(base)
     row_bytes = HEADS * HEAD_DIM * kind.itemsize
 
@@ -36,23 +35,22 @@ def store(
         shape = (count - begin, HEADS, HEAD_DIM)
         return np.frombuffer(data, kind.numpy).reshape(shape).transpose(1, 0, 2)
 
-    with Client(address) as client:
-        client.store(
-            name,
-            layers=[(rows(f"k.{slot}"), rows(f"v.{slot}")) for slot in range(SLOTS)],
-            token_ids=list(range(count)),
-            model=MODEL,
-            parent=parent or None,
-            base=begin,
-            parts=[Part("state", 1, count, noise(name, "part", 1_500_000), "a state")],
-        )
+    client.store(
+        name,
+        layers=[(rows(f"k.{slot}"), rows(f"v.{slot}")) for slot in range(SLOTS)],
+        token_ids=list(range(count)),
+        model=MODEL,
+        parent=parent or None,
+        base=begin,
+        parts=[Part("state", 1, count, noise(name, "part", 1_500_000), "a state")],
+    )
 
 
-def digest(address: str, name: str) -> None:
+def digest(client: Client, name: str) -> None:
     """Prints the SHA-256 of every tensor and part, token-major."""
-    with Client(address, export=False) as client:
-        prefix = client.fetch(name, part_kinds=["state"])
+    prefix = client.fetch(name, part_kinds=["state"])
     assert prefix is not None
+    print(name)
     for slot, pair in zip(prefix.slots, prefix.layers, strict=True):
         for side, array in zip("kv", pair, strict=True):
             data = np.ascontiguousarray(np.asarray(array).transpose(1, 0, 2)).tobytes()
@@ -62,4 +60,6 @@ def digest(address: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    {"store": store, "digest": digest}[sys.argv[1]](*sys.argv[2:])
+    with Client(sys.argv[2], export=False) as connected:
+        for argument in sys.argv[3:]:
+            {"store": store, "digest": digest}[sys.argv[1]](connected, argument)
