@@ -431,6 +431,15 @@ def test_reuse_of_what_nobody_stored_is_the_whole_prompt(client, prompt_cache):
     assert prompt_cache.stats()["miss_reasons"] == {"not_stored": 1, "too_short": 1}
 
 
+def test_a_prompt_too_long_to_be_stored_is_no_error(prompt_cache):
+    ids = [1] * 1_000_001
+    cache, rest = prompt_cache.reuse(ids)
+    assert rest == ids
+    assert all(slot.empty() for slot in cache)
+    assert prompt_cache.stats()["miss_reasons"] == {"invalid": 1}
+    assert prompt_cache.stats()["breaker"] == "closed"
+
+
 # What is stored, and when
 
 

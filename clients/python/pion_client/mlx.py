@@ -20,10 +20,10 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
@@ -38,7 +38,6 @@ from pion_client.attention import (
     uninstall_pion_attention_patch,
 )
 from pion_client.behind import EXIT_GRACE_S, Abandoned, Behind
-from pion_client.breaker import Breaker
 from pion_client.bundles import Bundle, Checkpoints, Facts, boundaries, parts_max, put_back
 from pion_client.caches import Cache, Expected, UnsupportedCache
 from pion_client.client import Client
@@ -50,12 +49,13 @@ from pion_client.errors import (
     PionError,
     Unavailable,
 )
+from pion_client.exchange import Exchange, Found, Pending, Request, Unanswered, why_whole
 from pion_client.identity import model_id
-from pion_client.quantised import Quantised, codecs_of
+from pion_client.quantised import Quantised
 from pion_client.residency import AttendByNamespace, Kept, NotResident, Residency, Session
 from pion_client.retrieval import HybridRetrievalCache
 from pion_client.tally import Tally
-from pion_client.values import Lookup, Match, PrefixInfo, Stored
+from pion_client.values import PrefixInfo
 from pion_wire import blocks, limits
 
 __all__ = [
@@ -81,12 +81,6 @@ OWN_STORE_S = 1.0
 ADMISSION_PREFIXES_MAX = 65_536
 """Prefixes whose misses are remembered for `admission_threshold`; the oldest are forgotten."""
 
-_ANSWERS = (
-    *("BUDGET", "COLD", "CONFLICT", "CORRUPT", "DISK_FULL", "EVICTED", "GENERATION", "LAYOUT"),
-    *("MISSING", "NOT_RESIDENT", "NOT_STORED", "NO_BACKEND", "OTHER_CONTENT", "QUOTA", "ROWS"),
-    "TOO_MANY_STREAMS",
-)
-"""Reasons that a server which is well may give."""
 IDS_MAX = 64
 """Namespaces whose token ids are remembered, so that rows that are nowhere any more can be computed."""
 FETCH_MS, FETCH_BYTES_PER_MS = 2.0, 1e6
@@ -95,62 +89,6 @@ CALL_MS, CALL_MS_PER_TOKEN = 0.6, 1e-4
 """What a query takes before one was measured."""
 PASSES = 2
 """Forward passes before the first token: mlx-lm runs the last token of a prompt by itself."""
-
-_NAME_IS_TAKEN = ("tokens_differ", "model_differs", "layout_differs")
-
-
-class _Unanswered(Exception):
-    """The server gave no usable answer; the text is the reason in one word."""
-
-
-class _Request(NamedTuple):
-    """What a caller wants."""
-
-    token_ids: bytes
-    """u32, little-endian."""
-    namespace: str | None
-    rows_max: int
-    """More rows than these are not wanted."""
-    checkpoints: tuple[int, ...] = ()
-    """Boundaries that shall be kept beside the end."""
-
-    @property
-    def token_count(self) -> int:
-        return len(self.token_ids) // 4
-
-
-class _Found(NamedTuple):
-    """What the server has for a request."""
-
-    served: int = 0
-    """Rows that were, or can be, fetched; 0 is a miss."""
-    reason: str = ""
-    """Why not more."""
-    unstorable: str = ""
-    """Why what is missing must not be stored once it has been computed; empty if it may."""
-    facts: Facts | None = None
-    prefix: PrefixInfo | None = None
-    lease_id: bytes = b""
-    fetched: int = 0
-    """How many rows are fetched to serve them, where it is more: up to where the parts are."""
-
-    @property
-    def namespace(self) -> str:
-        return self.prefix.namespace if self.prefix else ""
-
-
-class _Pending(NamedTuple):
-    """A prefix that waits to be stored, or is being stored."""
-
-    request: _Request
-    prefill_ms: float
-
-    def serves(self, request: _Request) -> bool:
-        """Whether the server has more for this request once it is stored."""
-        if request.namespace is not None:
-            return request.namespace == self.request.namespace
-        common = blocks.common_tokens(request.token_ids, self.request.token_ids)
-        return common >= limits.CHAIN_TOKENS_MIN
 
 
 class PionPromptCache(AttendByNamespace):
@@ -234,12 +172,11 @@ class PionPromptCache(AttendByNamespace):
             self._refusal = str(refusal)
         self._owned = contextlib.ExitStack()
         self._client = client or self._owned.enter_context(Client(where, timeout_s=deadline_s))
-        self._breaker = Breaker()
         self._behind = Behind(interrupt=self._owned.close)
         self._tally = Tally()
-        self._pending: dict[int, _Pending] = {}
+        self._exchange = Exchange(self._client, deadline_s, self._tally)
+        self._pending: dict[int, Pending] = {}
         self._missed: collections.OrderedDict[str, int] = collections.OrderedDict()
-        self._lane, self._lane_reason = "", ""
         self._stage2 = stage2 and _plain(self._make_cache(model))
         self.residency = Residency(self._client)
         """Where attention runs: sessions on the server, and rows at hand."""
@@ -273,7 +210,7 @@ class PionPromptCache(AttendByNamespace):
             pion_client.errors.InvalidRequest: the namespace cannot be one.
         """
         token_ids = _packed(prefix_ids)
-        request = _Request(token_ids, namespace, len(token_ids) // 4, tuple(checkpoints))
+        request = Request(token_ids, namespace, len(token_ids) // 4, tuple(checkpoints))
         cache, found = self._restored(request)
         if found.served < request.token_count:
             prefill_ms, taken = self._complete(cache, request, found)
@@ -293,7 +230,7 @@ class PionPromptCache(AttendByNamespace):
             ValueError: there are no token ids, or they are none.
         """
         token_ids = _packed(prompt_ids)
-        request = _Request(token_ids, None, len(token_ids) // 4 - 1)
+        request = Request(token_ids, None, len(token_ids) // 4 - 1)
         cache, found = self._restored(request)
         if found.unstorable:
             self._tally.because("skipped", found.unstorable)
@@ -307,14 +244,14 @@ class PionPromptCache(AttendByNamespace):
         """
         try:
             facts = self._facts()
-            with self._answering():
-                found = self._look_up(namespace, facts, None)
+            with self._exchange.answering():
+                found = self._exchange.look_up(namespace, facts, None)
                 if not found.hit or found.prefix is None:
                     return False
                 if self._stage2:
                     self._reside(found.prefix)
                 return not facts.lacks(found.prefix, found.prefix.token_count)
-        except (UnsupportedCache, _Unanswered):
+        except (UnsupportedCache, Unanswered):
             return False
 
     def stats(self) -> dict[str, Any]:
@@ -351,9 +288,9 @@ class PionPromptCache(AttendByNamespace):
             "miss_reasons": self._tally.reasons("miss_reasons"),
             "shortened_by": self._tally.reasons("shortened_by"),
             "checkpoints_dropped": self._tally.of("checkpoints_dropped"),
-            "lane": self.residency.lane or self._lane,
-            "lane_reason": self._lane_reason,
-            "breaker": "open" if self._breaker.is_open else "closed",
+            "lane": self.residency.lane or self._exchange.lane,
+            "lane_reason": self._exchange.lane_reason,
+            "breaker": "open" if self._exchange.breaker.is_open else "closed",
             "pending_bytes": self._behind.pending_bytes,
             "vquant": self._quantised.vquant,
             "stored_as": self._stored_as(),
@@ -400,8 +337,8 @@ class PionPromptCache(AttendByNamespace):
             self._behind.flush(max(self._deadline_s, *(job.prefill_ms / 1e3 for job in own)))
         token_ids = self._ids_of(namespace, token_count)
         try:
-            with self._answering():
-                found = self._look_up(namespace, self._facts(), token_ids)
+            with self._exchange.answering():
+                found = self._exchange.look_up(namespace, self._facts(), token_ids)
                 if not found.hit or found.prefix is None:
                     raise NotStored(f"{namespace!r}: {found.reason}; call get_or_prefill first")
                 if found.prefix.token_count != token_count:
@@ -409,7 +346,7 @@ class PionPromptCache(AttendByNamespace):
                         f"{namespace!r} has {found.prefix.token_count} tokens, not {token_count}"
                     )
                 return self.residency.ensure(found.prefix)
-        except _Unanswered as why:
+        except Unanswered as why:
             if isinstance(why.__cause__, PionError):
                 raise why.__cause__ from None
             raise Unavailable(f"the server is not asked: {why}") from None
@@ -425,12 +362,12 @@ class PionPromptCache(AttendByNamespace):
         cache = self._make_cache(self._model)
         token_ids = self._ids_of(namespace, token_count)
         try:
-            with self._answering():
+            with self._exchange.answering():
                 prefix = self._client.fetch(namespace, rows=(0, token_count), as_mlx=True, tries=1)
             ids = token_ids or (prefix.packed_token_ids if prefix else b"")
             if prefix and not put_back(cache, prefix, ids, self._facts()):
                 return self._kept(cache, namespace, ids)
-        except _Unanswered:
+        except Unanswered:
             pass
         if not token_ids:
             raise NotStored(f"{namespace!r} is neither stored nor at hand")
@@ -491,7 +428,7 @@ class PionPromptCache(AttendByNamespace):
 
     # From the server into the cache
 
-    def _restored(self, request: _Request) -> tuple[Cache, _Found]:
+    def _restored(self, request: Request) -> tuple[Cache, Found]:
         arrays.mlx_core()
         cache = self._make_cache(self._model)
         found = self._find(cache, request)
@@ -501,149 +438,45 @@ class PionPromptCache(AttendByNamespace):
             self._tally.because("miss_reasons", found.reason)
         return cache, found
 
-    def _find(self, cache: Cache, request: _Request) -> _Found:
+    def _find(self, cache: Cache, request: Request) -> Found:
         """Fills the cache with what the server has for a request, or leaves it empty."""
         if request.rows_max < 1:
-            return _Found(reason="too_short")
+            return Found(reason="too_short")
         try:
             facts = self._facts()
             self._await_own(request)
-            with self._answering():
-                found = self._ask(request, facts)._replace(facts=facts)
+            with self._exchange.answering():
+                found = self._exchange.ask(request, facts)._replace(facts=facts)
                 if not found.served or self._attended(cache, request, found):
                     return found
-                return self._fetch(cache, request, found, facts)
+                return self._exchange.fetch(cache, request, found, facts)
         except UnsupportedCache as refusal:
-            return _Found(reason="unsupported_cache", unstorable=str(refusal))
-        except _Unanswered as why:
-            return _Found(reason=str(why), unstorable=str(why))
+            return Found(reason="unsupported_cache", unstorable=str(refusal))
+        except Unanswered as why:
+            return Found(reason=str(why), unstorable=str(why))
 
-    def _await_own(self, request: _Request) -> None:
+    def _await_own(self, request: Request) -> None:
         """Lets a prefix be stored first that this object has just prefilled, rather than do it twice.
 
         Not longer than that prefill took, or `OWN_STORE_S` if that is longer.
         """
-        if self._breaker.is_open:
+        if self._exchange.breaker.is_open:
             return
         own = [pending for pending in list(self._pending.values()) if pending.serves(request)]
         if own:
             longest_s = max(pending.prefill_ms for pending in own) / 1e3
             self._behind.flush(max(longest_s, min(OWN_STORE_S, self._deadline_s)))
 
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Keeps the breaker informed, and turns what the server did wrong into one word.
-
-        Raises _Unanswered; InvalidRequest is the caller's fault and passes.
-        """
-        if not self._breaker.allow():
-            raise _Unanswered("breaker_open")
-        try:
-            yield
-        except InvalidRequest:
-            self._breaker.succeeded()
-            raise
-        except PionError as error:
-            if error.reason in _ANSWERS:
-                self._breaker.succeeded()
-            else:
-                self._breaker.failed(at_once=isinstance(error, DeadlineExceeded))
-            raise _Unanswered(error.reason.lower()) from error
-        self._breaker.succeeded()
-
-    def _ask(self, request: _Request, facts: Facts) -> _Found:
-        if request.namespace is not None:
-            named = self._look_up(request.namespace, facts, request.token_ids)
-            reason = str(named.reason)
-            if named.hit and named.prefix:
-                if kind := facts.lacks(named.prefix, request.token_count):
-                    self._tally.because("shortened_by", kind)
-                    return _Found(reason="part_missing")
-                return _Found(request.token_count, prefix=named.prefix, lease_id=named.lease_id)
-            return _Found(reason=reason, unstorable=reason if reason in _NAME_IS_TAKEN else "")
-        match = self._client.match(
-            model=facts.model_id,
-            # Rows can be cut to what is wanted, parts must be there at a boundary within it.
-            token_ids=request.token_ids[: 4 * request.rows_max]
-            if facts.held.needs
-            else request.token_ids,
-            fidelities=(facts.layout.fidelity,),
-            part_kinds=facts.held.kinds,
-            timeout_s=self._deadline_s,
-            tries=1,
-        )
-        if (there := self._later(match, request, facts)) is not None:
-            return there
-        if match.shortened_by:
-            self._tally.because("shortened_by", match.shortened_by)
-        if not match.hit or match.prefix is None:
-            return _Found(reason=str(match.reason))
-        if match.prefix.layout != facts.layout:
-            return _Found(reason="layout_differs", unstorable="layout_differs")
-        served = min(match.token_count, request.rows_max)
-        if facts.lacks(match.prefix, served):
-            return _Found(reason="part_missing")
-        return _Found(served, str(match.reason), prefix=match.prefix, lease_id=match.lease_id)
-
-    def _later(self, match: Match, request: _Request, facts: Facts) -> _Found | None:
-        """What can be served by going back from a boundary behind what is in common, if it is more."""
-        wanted = min(match.matched_tokens, request.rows_max)
-        if match.prefix is None or match.token_count >= wanted or not facts.held.needs:
-            return None
-        if match.prefix.layout != facts.layout:
-            return None
-        boundary = facts.held.later(match.prefix.parts, wanted)
-        reason = "" if wanted == request.rows_max else "partial"
-        found = _Found(wanted, reason, prefix=match.prefix, lease_id=match.lease_id)
-        return found._replace(fetched=boundary) if boundary else None
-
-    def _look_up(self, namespace: str, facts: Facts, token_ids: bytes | None) -> Lookup:
-        return self._client.lookup(
-            namespace,
-            model=facts.model_id,
-            layout=facts.layout,
-            token_ids=token_ids,
-            lease_ms=limits.LEASE_MS_DEFAULT if token_ids else 0,
-            timeout_s=self._deadline_s,
-            tries=1,
-        )
-
-    def _fetch(self, cache: Cache, request: _Request, found: _Found, facts: Facts) -> _Found:
-        started = time.perf_counter()
-        prefix = self._client.fetch(
-            None if found.lease_id else found.namespace,
-            lease_id=found.lease_id,
-            rows=(0, found.fetched or found.served),
-            part_kinds=facts.held.kinds,
-            codecs=facts.held.codecs,
-            as_mlx=True,
-            timeout_s=self._patience_s(found),
-            tries=1,
-        )
-        if prefix is None:  # evicted meanwhile, or found corrupt and taken out: the name is free
-            return found._replace(served=0, reason="gone")
-        wanted = request.token_ids[: 4 * found.served]
-        if wrong := put_back(cache, prefix, wanted, facts):
-            return found._replace(served=0, reason=wrong, unstorable=wrong)
-        self._tally.add("fetch_ms", (time.perf_counter() - started) * 1e3)
-        self._tally.add("fetch_bytes", found.served * facts.layout.row_bytes)
-        self._lane, self._lane_reason = prefix.transport, prefix.transport_reason
-        return found
-
-    def _patience_s(self, found: _Found) -> float:
-        """How long a transfer may take: the deadline, or the prefill it saves if that is longer."""
-        return max(self._deadline_s, _prefill_ms(found) / 1e3)
-
     # Attention on the server
 
-    def _attended(self, cache: Cache, request: _Request, found: _Found) -> bool:
+    def _attended(self, cache: Cache, request: Request, found: Found) -> bool:
         """Fills the cache without fetching: with rows at hand, or with what stands for others."""
         if not self._stage2 or found.prefix is None or request.namespace is None:
             return False
         session = self._reside(found.prefix)
         if kept := self._at_hand(request):
             caches.install(cache, kept.rows, self._facts().held.layout, request.token_count)
-            self._lane, self._lane_reason = "in-process", ""
+            self._exchange.lane, self._exchange.lane_reason = "in-process", ""
             return True
         if session is None or not attention.is_installed():
             return False
@@ -663,7 +496,7 @@ class PionPromptCache(AttendByNamespace):
             self.residency.reason = error.reason.lower()
             return None
 
-    def _at_hand(self, request: _Request) -> Kept | None:
+    def _at_hand(self, request: Request) -> Kept | None:
         off = os.environ.get("PION_PROMPT_CACHE_NO_INPROC") == "1"
         if off or request.namespace is None or self._refusal:
             return None
@@ -675,7 +508,7 @@ class PionPromptCache(AttendByNamespace):
         token_ids = self._ids.get(namespace)
         return token_ids if token_ids and len(token_ids) == 4 * token_count else None
 
-    def _hold(self, cache: Cache, request: _Request) -> None:
+    def _hold(self, cache: Cache, request: Request) -> None:
         """Keeps what a later cache of the same name needs."""
         if not self._stage2 or request.namespace is None or self._refusal:
             return
@@ -694,9 +527,7 @@ class PionPromptCache(AttendByNamespace):
 
     # From the model into the cache
 
-    def _complete(
-        self, cache: Cache, request: _Request, found: _Found
-    ) -> tuple[float, Checkpoints]:
+    def _complete(self, cache: Cache, request: Request, found: Found) -> tuple[float, Checkpoints]:
         """Appends what the server does not have.
 
         Returns how long that took, 0 if it was at hand, and the parts at the boundaries passed.
@@ -712,8 +543,8 @@ class PionPromptCache(AttendByNamespace):
         self._tally.add("checkpoints_dropped", checkpoints.dropped)
         return prefill_ms, checkpoints
 
-    def _parts_max(self, request: _Request, found: _Found) -> int:
-        inherited = 0 if _why_whole(found) or not found.prefix else len(found.prefix.parts)
+    def _parts_max(self, request: Request, found: Found) -> int:
+        inherited = 0 if why_whole(found) or not found.prefix else len(found.prefix.parts)
         return parts_max(request.token_count) - inherited
 
     def _prefill(
@@ -750,8 +581,8 @@ class PionPromptCache(AttendByNamespace):
     def _keep(
         self,
         cache: Cache,
-        request: _Request,
-        found: _Found,
+        request: Request,
+        found: Found,
         prefill_ms: float,
         checkpoints: Checkpoints,
     ) -> str:
@@ -766,7 +597,7 @@ class PionPromptCache(AttendByNamespace):
         if caches.expected_of(cache) != found.facts.held:
             return "layout_changed"
         bundle = Bundle(caches.take(cache), checkpoints.taken)
-        pending = _Pending(request, prefill_ms)
+        pending = Pending(request, prefill_ms)
         self._pending[id(pending)] = pending
         queued = self._behind.put(
             functools.partial(self._store, pending, found, bundle),
@@ -779,13 +610,13 @@ class PionPromptCache(AttendByNamespace):
         self._settle(pending)
         return "closed" if self._behind.ended else "queue_full"
 
-    def _settle(self, pending: _Pending, reason: str = "") -> None:
+    def _settle(self, pending: Pending, reason: str = "") -> None:
         """The end of a prefix that was to be stored, with the reason if it was not."""
         self._pending.pop(id(pending), None)
         if reason:
             self._tally.because("skipped", reason)
 
-    def _admitted(self, request: _Request) -> bool:
+    def _admitted(self, request: Request) -> bool:
         if self._admission_threshold == 1:
             return True
         name = request.namespace or hashlib.sha256(request.token_ids).hexdigest()
@@ -796,75 +627,28 @@ class PionPromptCache(AttendByNamespace):
                 self._missed.popitem(last=False)
         return count >= self._admission_threshold
 
-    def _store(self, pending: _Pending, found: _Found, bundle: Bundle) -> None:
+    def _store(self, pending: Pending, found: Found, bundle: Bundle) -> None:
         """The job behind the caller."""
         started = time.perf_counter()
         reason = "error"
         try:
-            with self._answering():
-                stored = self._send(pending, found, bundle)
-                self._tally.add("already_stored" if stored.already_stored else "stores")
+            with self._exchange.answering():
+                wrote = self._exchange.send(pending, found, bundle, self._behind.check)
+                self._tally.add("stores" if wrote else "already_stored")
                 reason = ""
                 if self._stage2 and pending.request.namespace and found.facts:
-                    named = self._look_up(pending.request.namespace, found.facts, None)
+                    named = self._exchange.look_up(pending.request.namespace, found.facts, None)
                     if named.hit and named.prefix:
                         self._reside(named.prefix)
         except InvalidRequest as error:
             reason = error.reason.lower()
-        except _Unanswered as why:
+        except Unanswered as why:
             reason = str(why)
         except Abandoned:
             reason = "abandoned"
         finally:
             self._tally.add("store_ms", (time.perf_counter() - started) * 1e3)
             self._settle(pending, reason)
-
-    def _send(self, pending: _Pending, found: _Found, bundle: Bundle) -> Stored:
-        assert found.facts is not None
-        request, prefill_ms = pending
-        saved_ms = _prefill_ms(found)
-        store = functools.partial(
-            self._client.store,
-            request.namespace,
-            token_ids=request.token_ids,
-            model=found.facts.model_id,
-            codecs=codecs_of(found.facts.layout),
-            slots=found.facts.held.slots,
-            parts=bundle.parts(),
-            # Of a child's rows only some were computed now; without the others' time it is unknown.
-            prefill_ms=prefill_ms + saved_ms if saved_ms or not found.served else 0,
-            progress=self._behind.check,
-        )
-        stored, why_whole = self._place(store, found, bundle)
-        if stored.already_stored and self._lacks_parts(stored, found.facts):
-            stored = store(layers=bundle.layers(), replace=True)
-        if why_whole:
-            self._tally.because("stored_whole", why_whole)
-        return stored
-
-    def _place(
-        self, store: Callable[..., Stored], found: _Found, bundle: Bundle
-    ) -> tuple[Stored, str]:
-        """Stores behind what was served, or whole; returns why whole as well."""
-        why_whole = _why_whole(found)
-        if found.served and not why_whole:
-            own = bundle.layers(found.served)
-            try:
-                return store(layers=own, parent=found.namespace, base=found.served), ""
-            except NotStored:  # dropped or evicted meanwhile; all rows are here
-                why_whole = "parent_gone"
-        return store(layers=bundle.layers()), why_whole
-
-    def _lacks_parts(self, stored: Stored, facts: Facts) -> bool:
-        """Whether what a name holds already are the rows without the parts they need."""
-        if not facts.held.needs:
-            return False
-        named = self._look_up(stored.namespace, facts, None)
-        return (
-            named.hit
-            and named.prefix is not None
-            and bool(facts.lacks(named.prefix, stored.token_count))
-        )
 
 
 def _plain(cache: Cache) -> bool:
@@ -874,26 +658,6 @@ def _plain(cache: Cache) -> bool:
     except UnsupportedCache:
         return False
     return True
-
-
-def _prefill_ms(found: _Found) -> float:
-    """The measured prefill time of the rows that are served; 0 if none was reported."""
-    if not found.served or found.prefix is None:
-        return 0.0
-    return found.prefix.prefill_ms * found.served / found.prefix.token_count
-
-
-def _why_whole(found: _Found) -> str:
-    """Why a match is not made the parent of what follows it; empty if it is."""
-    if not found.served or found.prefix is None:
-        return ""
-    if found.served < limits.CHAIN_TOKENS_MIN:
-        return "base_short"  # a shared <s> would make all prefixes hang on one
-    if found.prefix.depth + 1 >= limits.CHAIN_DEPTH_MAX:
-        return "chain_deep"
-    if 2 * len(found.prefix.parts) > parts_max(found.prefix.token_count):
-        return "parts_many"
-    return ""
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
