@@ -10,9 +10,11 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from pion_client import Client, Part, caches
-from pion_client.bundles import Checkpoints, boundaries, parts_max
+from pion_client.bundles import Bundle, Checkpoints, Facts, boundaries, parts_max
 from pion_client.errors import Unavailable
+from pion_client.exchange import Exchange, Found, Pending, Request
 from pion_client.mlx import PionPromptCache
+from pion_client.tally import Tally
 from tests.mlx import families
 from tests.mlx.continuing import decoded
 
@@ -219,7 +221,7 @@ def test_rows_without_their_part_are_not_served_and_do_not_stay_in_the_way(
         cache = mine.get_or_prefill(ids, namespace)
         assert mine.flush(WAIT_S)
         assert_missed(mine.stats(), "state")
-        assert mine.stats()["stores"] == 1
+        assert mine.stats()["stores"] == 1, mine.stats()
         again = mine.get_or_prefill(ids, namespace)
         assert mine.stats()["hits"] == 1
         assert namespace is None or mine.lookup(namespace)
@@ -245,6 +247,34 @@ def test_parts_of_some_slots_only_are_not_served(client, hybrid):
         cache = mine.get_or_prefill(ids)
         assert mine.stats()["miss_reasons"] == {"part_missing": 1}
     assert np.array_equal(decoded(hybrid, cache), decoded(hybrid, source))
+
+
+@pytest.mark.parametrize("namespace", [None, "name"])
+def test_who_has_other_checkpoints_does_not_replace_what_can_be_used(client, hybrid, namespace):
+    ids = families.tokens(80)
+    cache = prefilled(hybrid, ids)
+    held = caches.expected_of(cache)
+    facts = Facts("m", held.layout, held)
+    request = Request(np.array(ids, "<u4").tobytes(), namespace, 80)
+    at_the_end = caches.take_parts(cache, 80)
+    more = caches.take_parts(prefilled(hybrid, ids[:32]), 32) + at_the_end
+
+    def send(taken):
+        bundle = Bundle(caches.take(cache), taken)
+        exchange = Exchange(client, WAIT_S, Tally())
+        return exchange.send(Pending(request, 1.0), Found(facts=facts), bundle, lambda *_: None)
+
+    def generation():
+        (prefix,) = prefixes(client).values()
+        return prefix.generation
+
+    assert send([])
+    assert send(at_the_end), "rows without their parts are of use to nobody"
+    usable = generation()
+    assert not send(at_the_end)
+    assert not send(more)
+    assert not send(at_the_end)
+    assert generation() == usable
 
 
 SPOILED = {
