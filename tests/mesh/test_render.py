@@ -65,6 +65,8 @@ def files(out: Path) -> dict[str, tuple[bytes, int]]:
         ('[[node]]\nname = "a"\naddress = "10.0.0.1"\nsystem = "windows"\n', "'windows'"),
         ('[[node]]\nname = "a"\naddress = "10.0.0.1"\ndata = "data"\n', "absolute"),
         ('[[node]]\nname = "a"\naddress = "10.0.0.1"\nserve = "--no-export"\n', "list"),
+        ('[[node]]\nname = "a"\naddress = "10.0.0.1"\nserve = ["--listen", "x:1"]\n', "--listen"),
+        ('[[node]]\nname = "a"\naddress = "10.0.0.1"\nuser = "a b"\n', "nobody's name"),
         (TWO.replace('"b"', '"a"'), "2 nodes are a"),
         (TWO.replace(".2", ".1"), "2 nodes are 10.0.0.1:50052"),
     ],

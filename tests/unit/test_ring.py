@@ -106,13 +106,25 @@ def test_a_node_that_cannot_be_reached_is_left_out(health: Health) -> None:
     assert all(health.node(route) == without.node(route) for route in ROUTES[:1_000])
 
 
-@pytest.mark.parametrize(
-    "code", [OK, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DEADLINE_EXCEEDED, None]
-)
+@pytest.mark.parametrize("code", [OK, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL, None])
 def test_a_node_that_answers_is_not_left_out(health: Health, code: Any) -> None:
     health.note(NODES[0], UNAVAILABLE)
     health.note(NODES[0], code)
     assert {health.node(route) for route in routes_of(NODES[0])} == {NODES[0]}
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED])
+def test_what_our_own_side_says_is_no_answer(health: Health, clock: Clock, code: Any) -> None:
+    (route,) = routes_of(NODES[0], 1)
+    health.note(NODES[0], UNAVAILABLE)
+    health.note(NODES[0], code)
+    assert health.node(route) != NODES[0]
+    clock.now += 1.25
+    assert health.node(route) == NODES[0]
+    health.note(NODES[0], code)
+    assert health.node(route) != NODES[0]
+    clock.now += DOWN_S_MAX + 1
+    assert health.node(route) == NODES[0], "it is tried again all the same"
 
 
 def test_one_call_tries_a_node_and_all_others_stay(health: Health, clock: Clock) -> None:

@@ -69,7 +69,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 RING_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # A node that is switched off is given up soon: there are others.
     ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 """Where a client hashes by itself, and nobody else finds out who is up."""

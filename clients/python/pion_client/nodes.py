@@ -24,6 +24,10 @@ RINGS_MAX = 32
 """Rings that are kept, one for each set of nodes that are down."""
 
 
+_OUR_OWN = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""What our own side says: whether there is a node at the other end remains open."""
+
+
 class _Down(NamedTuple):
     """A node that is left alone."""
 
@@ -67,7 +71,7 @@ class Health:
         with self._lock:
             if code is grpc.StatusCode.UNAVAILABLE:
                 self._leave_out(node)
-            elif code is not grpc.StatusCode.CANCELLED:  # which our own side says
+            elif code not in _OUR_OWN:
                 self._down.pop(node, None)
 
     def _leave_out(self, node: str) -> None:

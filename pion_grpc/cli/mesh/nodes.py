@@ -29,6 +29,8 @@ from typing import Any, Literal, get_args
 System = Literal["macos", "linux"]
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+_OWN_FLAGS = {"--data", "--listen", "--tls-cert", "--tls-key", "--tls-client-ca"}
 NODES_MAX = 1_000
 
 
@@ -167,6 +169,12 @@ def _node(where: str, words: dict[str, Any]) -> Node:
     serve = words.get("serve", [])
     if not isinstance(serve, list) or not all(isinstance(flag, str) for flag in serve):
         raise BadMesh(f'{where}: serve is a list of texts, such as ["--disk-budget", "200GiB"]')
+    for flag in serve:
+        if flag.partition("=")[0] in _OWN_FLAGS:
+            raise BadMesh(f"{where}: serve: {flag} is made from the rest of the file")
+    user = words.get("user", "_pion" if system == "macos" else "pion")
+    if not isinstance(user, str) or not _USER.fullmatch(user):
+        raise BadMesh(f"{where}: {user!r} is nobody's name on a machine")
     ports = {
         word: _port(f"{where}: {word}", words.get(word, default))
         for word, default in (("port", 50_051), ("server_port", 50_052), ("admin_port", 9_901))
@@ -180,7 +188,7 @@ def _node(where: str, words: dict[str, Any]) -> Node:
         address=address,
         peer_address=address if peer is None else _address(f"{where}: peer_address", peer),
         system=system,
-        user=str(words.get("user", "_pion" if system == "macos" else "pion")),
+        user=user,
         places=dataclasses.replace(PLACES[system], **places),
         serve=tuple(serve),
         **ports,
