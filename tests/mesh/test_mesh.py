@@ -319,6 +319,28 @@ def test_a_node_that_dies_in_the_middle_of_a_stream_leaves_nothing_short(fragile
 
 
 @pytest.mark.faults
+def test_a_proxy_that_dies_in_the_middle_of_a_stream_costs_only_what_is_missing(
+    fragile: Shelf,
+) -> None:
+    restarted_at: list[int] = []
+
+    def restart(done: int, total: int) -> None:
+        if not restarted_at and done > total // 2:
+            fragile.proxies["a"].process.kill()
+            fragile.start_proxy("a")
+            eventually(fragile.all_healthy)
+            restarted_at.append(done)
+        assert done >= max(restarted_at, default=0), "what has come is asked for again"
+
+    with fragile.client() as client:
+        client.store("large", layers=LARGE, token_ids=range(8_000), model=MODEL)
+        fetched = client.fetch("large", progress=restart)
+        assert fetched is not None
+        assert restarted_at
+        assert_same(fetched.layers, LARGE)
+
+
+@pytest.mark.faults
 def test_a_node_that_is_stopped_ends_what_runs_and_nobody_notices(fragile: Shelf) -> None:
     some = MANY[:60]
     halfway, go_on = threading.Event(), threading.Event()

@@ -4,6 +4,7 @@ import configparser
 import datetime
 import json
 import plistlib
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -179,6 +180,27 @@ def test_envoy_accepts_every_nodes_configuration(mesh: Mesh, tmp_path: Path, cap
         )
         assert checked.returncode == 0, checked.stderr
         assert "warning" not in checked.stderr, checked.stderr
+
+
+# The guide
+
+
+def test_the_guides_table_is_computed_right() -> None:
+    text = (EXAMPLE.parent / "README.md").read_text()
+    rows = re.findall(
+        r"^\| (\d+) (?:layers )?× (\d+) (?:heads )?× (\d+) [^|]*(\|.*)\|$", text, re.M
+    )
+    assert len(rows) == 5
+    links = [bits / 8 * 0.94 for bits in (1e9, 10e9, 40e9)]
+    for layers, heads, dim, cells in rows:
+        size = int(layers) * int(heads) * int(dim) * 2 * 2
+        shown, *rates, seconds = (cell.strip() for cell in cells.split("|")[1:])
+        assert int(shown.replace(",", "")) == size
+        for rate, link in zip(rates, links, strict=True):
+            number = float(rate.replace(",", "").removesuffix("tok/s"))
+            assert abs(number - link / size) < 0.035 * link / size
+        for number, link in zip(seconds.removesuffix("s").split("/"), links, strict=True):
+            assert abs(float(number) - 8_192 * size / link) < 0.03 * 8_192 * size / link
 
 
 # Files
