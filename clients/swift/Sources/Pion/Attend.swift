@@ -269,10 +269,14 @@ public final class AttendStream: Sendable {
             try await withCheckedThrowingContinuation { (answer: Answer) in
                 let ended = state.withLock { state in
                     if state.ended == nil { state.waiting[id] = answer }
-                    return Task.isCancelled ? CancellationError() : state.ended
+                    return state.ended
                 }
                 if let ended {
-                    if !resume(id, .failure(ended)) { answer.resume(throwing: ended) }
+                    answer.resume(throwing: ended)
+                    return
+                }
+                if Task.isCancelled {  // before there was anything for `onCancel` to find
+                    resume(id, .failure(CancellationError()))
                     return
                 }
                 sink.yield(

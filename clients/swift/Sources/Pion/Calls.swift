@@ -141,11 +141,11 @@ extension PionClient {
                         request: StreamingClientRequest(metadata: metadata(route: route)) { writer in
                             do {
                                 try await produce { message in
-                                    try await writer.write(message)
+                                    do { try await writer.write(message) } catch { throw StreamEnded() }
                                     progress.touch()
                                 }
-                            } catch let error as RPCError {
-                                throw error  // the server has answered already
+                            } catch is StreamEnded {
+                                return  // the server has answered already, or is gone: the response says which
                             } catch {
                                 failure.withLock { $0 = error }
                                 throw error
@@ -210,6 +210,9 @@ extension PionClient {
         }
     }
 }
+
+/// No more messages are taken.
+private struct StreamEnded: Error {}
 
 /// When something last moved.
 final class Progress: Sendable {
