@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
 
 from pion_client import Part, caches
 from pion_client.adapters import arrays_of, with_arrays
-from pion_client.parts import Taken
+from pion_client.parts import Taken, contents_of
 
 HEADS, DIM = 2, 32
 BEFORE_0_32 = hasattr(KVCache, "meta_state")
@@ -430,6 +430,23 @@ def test_arrays_are_not_copied_to_be_sent():
     buffers = Taken("state", 0, 1, "", arrays).part().buffers
     for array, buffer in zip(arrays, buffers, strict=True):
         assert np.shares_memory(np.asarray(buffer), array)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_bytes_that_lie_in_an_mlx_array_are_not_read_from_the_wrong_place(odd):
+    """What came from a file; with `odd` the second array does not begin at a multiple of its width."""
+    cache = ArraysCache(2)
+    cache[0] = mx.arange(3 + odd // 2).astype(mx.bfloat16)[None, :]
+    cache[1] = mx.array([[1.5, -2.5]])
+    (taken,) = caches.take_parts([cache], 5)
+    part = taken.part()
+    raw_bytes = b"".join(part.buffers)
+    array = mx.array(np.frombuffer(b"x" * 4 + raw_bytes, np.uint8))
+    for data in (memoryview(array)[4:], memoryview(array[4:] + 0), memoryview(raw_bytes)):
+        _, contents = contents_of(Part("state", 0, 5, data, part.description))
+        for mine, theirs in zip(contents.arrays, cache.cache, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert mx.array_equal(mine, theirs)
 
 
 def test_the_format_of_parts_does_not_change():

@@ -66,6 +66,16 @@ class _Extent(NamedTuple):
     first_row: int
 
 
+class _PartPlace(NamedTuple):
+    """Where a part lies."""
+
+    info: PartInfo
+    descriptor: int
+    name: str
+    """In the header of the file."""
+    offset: int
+
+
 def check_readable(answer: pb.PrefixStoreExportResponse) -> None:
     """Raises CannotExport unless the server's directory is this host's, and can be read."""
     directory = _open_directory(answer.directory)
@@ -106,7 +116,7 @@ class Exported:
             _check_rows(self._extents, *rows)
             self._found_parts = self._find_parts(prefix.parts, rows[1], part_kinds)
             wanted = tuple(t for t in prefix.layout.tensors if not slots or t.slot in slots)
-            parts = tuple(info for info, *_ in self._found_parts)
+            parts = tuple(place.info for place in self._found_parts)
             self.announced = Announced(prefix, Layout(wanted), rows, answer.token_ids, parts)
             self._tensors = self.announced.check(bytes_max, keep)
             self._stack = self._stack.pop_all()
@@ -146,13 +156,18 @@ class Exported:
         """The tensors as the caller gets them."""
         return Layout(tuple(tensor.given for tensor in self._tensors))
 
-    def parts(self) -> tuple[Part, ...]:
-        """Returns the parts that were asked for; raises as `layers` does."""
+    def parts(self, *, as_mlx: bool) -> tuple[Part, ...]:
+        """Returns the parts that were asked for; raises as `layers` does.
+
+        With `as_mlx` their bytes are those of evaluated MLX arrays, which `memoryview.obj` is.
+        """
+        if as_mlx:
+            return parts_of(self.announced.parts, self._load_parts())
         memory = []
-        for info, descriptor, offset in self._found_parts:
-            data = np.empty(info.size_bytes, np.uint8)
-            _read_into(descriptor, data, offset)
-            memory.append(data)
+        for place in self._found_parts:
+            data = np.empty(place.info.size_bytes, np.uint8)
+            _read_into(place.descriptor, data, place.offset)
+            memory.append(data.data)
         return parts_of(self.announced.parts, memory)
 
     # Opening
@@ -183,12 +198,17 @@ class Exported:
 
     def _find_parts(
         self, known: Sequence[PartInfo], boundary: int, kinds: Sequence[str]
-    ) -> list[tuple[PartInfo, int, int]]:
+    ) -> list[_PartPlace]:
         wanted = [p for p in known if p.kind in kinds and p.boundary_tokens == boundary]
         found = []
         for part in wanted:
             places = [
-                (part, extent.descriptor, extent.header.data_offset + entry.begin)
+                _PartPlace(
+                    part,
+                    extent.descriptor,
+                    f"part.{index}",
+                    extent.header.data_offset + entry.begin,
+                )
                 for extent in self._extents
                 for index, own in enumerate(extent.header.parts)
                 if own == part and (entry := extent.header.arrays[f"part.{index}"])
@@ -224,6 +244,19 @@ class Exported:
         except RuntimeError as error:  # MLX's word for a file that ends too early
             raise CannotExport(f"MLX cannot read the files: {error}") from error
         return {tensor: given(tensor, loaded) for tensor, loaded in arrays.items()}
+
+    def _load_parts(self) -> list[memoryview]:
+        mx = mlx_core()
+        try:
+            files = {
+                descriptor: mx.load(f"/dev/fd/{descriptor}", format="safetensors")
+                for descriptor in {place.descriptor for place in self._found_parts}
+            }
+            arrays = [files[place.descriptor][place.name] for place in self._found_parts]
+            mx.eval(arrays)
+        except RuntimeError as error:  # MLX's word for a file that ends too early
+            raise CannotExport(f"MLX cannot read the files: {error}") from error
+        return [memoryview(array) if array.size else memoryview(b"") for array in arrays]
 
     def _joined(self, mx: Any, files: list[Any], name: str) -> Array:
         pieces = []

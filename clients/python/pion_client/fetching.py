@@ -193,7 +193,7 @@ class Reception:
         """Returns the parts."""
         assert self.ended()
         assert self.announced is not None
-        return parts_of(self.announced.parts, self._parts)
+        return parts_of(self.announced.parts, [data.data for data in self._parts])
 
     # Headers
 
@@ -353,10 +353,10 @@ def announced_by(message: pb.PrefixStoreFetchHeader) -> Announced:
     )
 
 
-def parts_of(infos: Sequence[PartInfo], memory: Sequence[np.ndarray]) -> tuple[Part, ...]:
+def parts_of(infos: Sequence[PartInfo], memory: Sequence[memoryview]) -> tuple[Part, ...]:
     """Returns parts with their bytes."""
     return tuple(
-        Part(info.kind, info.slot, info.boundary_tokens, data.data, info.description)
+        Part(info.kind, info.slot, info.boundary_tokens, data, info.description)
         for info, data in zip(infos, memory, strict=True)
     )
 

@@ -92,7 +92,7 @@ class Lanes:
             if self._verify:
                 exported.verify()
             layers = exported.layers(as_mlx=as_mlx, progress=progress)
-            parts = exported.parts()
+            parts = exported.parts(as_mlx=as_mlx)
             return _prefix(exported.announced, exported.layout, layers, parts, "export", "")
         finally:
             exported.close()

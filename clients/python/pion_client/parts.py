@@ -108,11 +108,26 @@ def contents_of(part: Part) -> tuple[str, Contents]:
     sizes = [0 if s is None else math.prod(s[1]) * s[0].size for s in shapes]
     if sum(sizes) != len(data):
         raise CacheMismatch(f"a part of {len(data)} bytes is described as one of {sum(sizes)}")
-    arrays, begin = [], 0
+    whole = _whole(data)
+    arrays: list[mx.array | None] = []
+    begin = 0
     for shape, size in zip(shapes, sizes, strict=True):
-        arrays.append(None if shape is None else _array(*shape, data[begin : begin + size]))
+        if shape is None:
+            arrays.append(None)
+        elif whole is not None and size and not begin % shape[0].size:
+            arrays.append(whole[begin : begin + size].view(shape[0]).reshape(shape[1]))
+        else:
+            arrays.append(_array(*shape, data[begin : begin + size]))
         begin += size
     return description["class"], Contents(description["numbers"], tuple(arrays))
+
+
+def _whole(data: memoryview) -> mx.array | None:
+    """The MLX array that bytes belong to, if they are all of it: then they are not copied."""
+    array = data.obj
+    if isinstance(array, mx.array) and array.dtype == mx.uint8 and array.nbytes == data.nbytes:
+        return array.reshape(-1)
+    return None
 
 
 def _parsed(text: str) -> dict[str, Any]:
