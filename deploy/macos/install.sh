@@ -102,8 +102,9 @@ if [ -n "$user" ] && ! dscl . -read "/Users/$user" >/dev/null 2>&1; then
 	say "made the user $user ($number)"
 fi
 
+# What lies above our own directories is everybody's.
 umask 022
-mkdir -p "$(dirname "$opt")" "$jobs"
+mkdir -p "$(dirname "$opt")" "$(dirname "$etc")" "$(dirname "$var")" "$(dirname "$logs")" "$jobs"
 umask 077
 mkdir -p "$etc" "$var" "$logs"
 umask 022

@@ -164,6 +164,9 @@ def test_a_node_gets_all_of_its_files_and_keys_are_its_own(shared: Mac, node: Pa
     assert shared.loaded == {SERVER, ENVOY}
     for file in node.glob("*.json"):
         assert (shared.etc / file.name).read_bytes() == file.read_bytes()
+    for own in (shared.etc, shared.data):
+        assert own.stat().st_mode & 0o077 == 0
+        assert own.parent.stat().st_mode & 0o055 == 0o055, "what lies above is everybody's"
     for name in ("ca.pem", "node.pem", "node.key"):
         assert (shared.etc / "tls" / name).stat().st_mode & 0o077 == 0
     for label in (SERVER, ENVOY):
