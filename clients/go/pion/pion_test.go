@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"strings"
 	"sync"
 	"testing"
@@ -442,6 +443,30 @@ func TestAFetchThatBreaksAgainAndAgainGoesOn(t *testing.T) {
 	}
 	if !bytes.Equal(hash.Sum(nil), want.Sum(nil)) {
 		t.Error("the writer got other bytes")
+	}
+}
+
+func TestAFlippedBitNeverBecomesWrongRows(t *testing.T) {
+	address := sharedServer(t)
+	request := sample("flipped", wire.F16, 8_000)
+	mustStore(t, dial(t, address, Options{}), request)
+	size := int64(4*8_000*64 + 1_500_000)
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 24 {
+		at := 200_000 + random.Int64N(size-200_000) // behind the header, which carries no checksum
+		noisy := startLink(t, address, &link{flips: func(n int64) int64 {
+			if n == 0 {
+				return at
+			}
+			return -1
+		}})
+		client := dial(t, noisy.address, Options{StallTimeout: time.Second})
+		prefix, err := client.Fetch(t.Context(), FetchRequest{Namespace: "flipped", PartKinds: []string{"state"}})
+		if err != nil {
+			t.Logf("a bit at %d: %v", at, err)
+			continue
+		}
+		same(t, prefix, request)
 	}
 }
 

@@ -174,6 +174,23 @@ type link struct {
 	limit func(n int64) int64
 	// onBreak is called before a connection is cut, if not nil.
 	onBreak func(n int64)
+	// flips returns where in the answers of a connection one bit is wrong, if not nil; below 0: nowhere.
+	flips func(n int64) int64
+}
+
+// flipping is a reader with one wrong bit.
+type flipping struct {
+	io.Reader
+	at int64
+}
+
+func (f *flipping) Read(into []byte) (int, error) {
+	n, err := f.Reader.Read(into)
+	if f.at >= 0 && f.at < int64(n) {
+		into[f.at] ^= 1 << (f.at % 8)
+	}
+	f.at -= int64(n)
+	return n, err
 }
 
 func startLink(t testing.TB, to string, l *link) *link {
@@ -217,9 +234,13 @@ func (l *link) serve(near, far net.Conn) {
 	if l.limit != nil {
 		limit = l.limit(number)
 	}
+	answers := io.Reader(far)
+	if l.flips != nil {
+		answers = &flipping{far, l.flips(number)}
+	}
 	if limit < 0 {
-		io.Copy(near, far)
-	} else if _, err := io.CopyN(near, far, limit); err == nil {
+		io.Copy(near, answers)
+	} else if _, err := io.CopyN(near, answers, limit); err == nil {
 		l.broken.Add(1)
 		if l.onBreak != nil {
 			l.onBreak(number)
