@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, cast
 import apsw
 
 from pion_grpc.core.reading import segment_layout
-from pion_grpc.errors import CannotStart, Corrupt
+from pion_grpc.errors import CannotStart, Corrupt, TooManyFiles, Unreadable
 from pion_grpc.storage.blobs import BlobRow, Blobs
 from pion_grpc.storage.catalog import (
     APPLICATION_ID,
@@ -85,6 +85,8 @@ def check_directory(path: Path, progress: Progress = lambda done, total: None) -
         return _check_directory(path, progress)
     except OSError as error:  # says nothing about what is stored
         raise _unreadable(path, error) from error
+    except (TooManyFiles, Unreadable) as error:  # nor does this
+        raise CannotStart(str(error)) from error
 
 
 def _check_directory(path: Path, progress: Progress) -> Checkup:

@@ -34,7 +34,14 @@ from pion_grpc.core.reading import own_row_counts
 from pion_grpc.core.space import leave_index
 from pion_grpc.core.storing import SegmentFile, name_segment
 from pion_grpc.core.values import Durability, check_model_id, check_namespace
-from pion_grpc.errors import CannotStart, Corrupt, DiskFull, InvalidRequest, Unreadable
+from pion_grpc.errors import (
+    CannotStart,
+    Corrupt,
+    DiskFull,
+    InvalidRequest,
+    TooManyFiles,
+    Unreadable,
+)
 from pion_grpc.storage.catalog import (
     Catalog,
     DamagedCatalogue,
@@ -124,7 +131,7 @@ def rebuild(
         return _Rebuild(directory, tenant, progress, files or Files()).run()
     except OSError as error:
         raise CannotStart(f"{error.filename or path} cannot be used: {error.strerror}") from error
-    except Unreadable as error:  # says nothing about what is in it
+    except (TooManyFiles, Unreadable) as error:  # says nothing about what is in it
         raise CannotStart(str(error)) from error
     finally:
         directory.close()

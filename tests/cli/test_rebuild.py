@@ -263,6 +263,41 @@ def test_damaged_segments_are_reported_and_kept(run: Run, start_server, stopped:
         assert (stopped / "not-adopted" / "segments" / name).read_bytes() == data
 
 
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from pion_grpc.core.rebuild import rebuild
+from pion_grpc.errors import CannotStart
+if os.geteuid() == 0:  # root may read anything
+    os.setuid(65534)
+try:
+    rebuild(Path(sys.argv[1]))
+except CannotStart as error:
+    print(error)
+"""
+
+
+def test_what_may_not_be_read_is_not_called_damaged(run: Run, stopped: Path):
+    (stopped / "catalog.db").unlink()
+    for path in (stopped.parent, stopped, *stopped.rglob("*")):
+        path.chmod(0o777)
+    closed = segment_of(stopped, "wide")
+    before = segments(stopped)
+    closed.chmod(0)
+    ran = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, str(stopped)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    told = f"{closed} cannot be opened: Permission denied\n"
+    assert (ran.stdout, ran.stderr) == (told, "")
+    closed.chmod(0o600)
+    assert segments(stopped) == before
+    assert run("rebuild", "--data", stopped).status == 0
+
+
 def test_a_running_server_is_not_rebuilt(run: Run, start_server):
     server = start_server()
     with Client(server.address) as client:
