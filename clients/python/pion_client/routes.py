@@ -38,7 +38,6 @@ class Routes:
         with self._lock:
             return self._routes.get(_text(key), _text(key)[:ROUTE_CHARACTERS_MAX])
 
-
     def where(self, key: str | bytes) -> tuple[str, ...]:
         """Returns the routes to try, one after the other: all nodes, if it is not known."""
         with self._lock:
