@@ -17,6 +17,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -200,6 +201,8 @@ func TestAStreamThatContradictsItselfIsRefused(t *testing.T) {
 				}
 			} else if !errors.Is(err, ReasonBadAnswer) || prefix != nil {
 				t.Errorf("%+v, %v", prefix, err)
+			} else if strings.Contains(err.Error(), "ended before") != (what == "nothing" || what == "a stream that is short") {
+				t.Errorf("it was refused only because %v", err) // the contradiction itself was not noticed
 			}
 			if server.attempts != 1 {
 				t.Errorf("it was asked for %d times", server.attempts)
