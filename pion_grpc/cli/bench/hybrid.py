@@ -84,14 +84,15 @@ class HybridSizes(NamedTuple):
 
 
 def state(context: Context) -> list[Result]:
-    """State stored and fetched over loopback TCP, against K/V rows of as many bytes."""
+    """State stored and fetched, over loopback TCP and on one host, against K/V rows of as many bytes."""
     results = []
     for megabytes, layers in QUICK_STATES if context.quick else STATES:
         with (
             Server(context.scratch / f"data{megabytes}") as server,
             Client(server.address, export=False) as client,
+            Client(server.address) as local,
         ):
-            results += _state(context, client, megabytes, layers)
+            results += _state(context, client, local, megabytes, layers)
     return results
 
 
@@ -121,7 +122,9 @@ def _contents(megabytes: int, layers: int) -> _Contents:
     return _Contents(parts, pairs, data.nbytes)
 
 
-def _state(context: Context, client: Client, megabytes: int, layers: int) -> list[Result]:
+def _state(
+    context: Context, client: Client, local: Client, megabytes: int, layers: int
+) -> list[Result]:
     contents = _contents(megabytes, layers)
     ids = np.arange(contents.token_count, dtype=np.uint32)
     store = functools.partial(client.store, token_ids=ids, model=MODEL)
@@ -142,25 +145,37 @@ def _state(context: Context, client: Client, megabytes: int, layers: int) -> lis
     def fetch(name: str) -> Prefix | None:
         return client.fetch(name, part_kinds=["state"])
 
+    def load(name: str) -> Prefix:
+        prefix = local.fetch(name, part_kinds=["state"], as_mlx=True)
+        assert prefix is not None
+        assert prefix.transport == "export", prefix.transport_reason
+        return prefix
+
     samples = context.interleaved(
         {
             "store parts": lambda: stored(as_parts),
             "store rows": lambda: stored(as_rows),
             "fetch parts": lambda: timed(lambda: fetch("parts")),
             "fetch rows": lambda: timed(lambda: fetch("rows")),
+            "load parts": lambda: timed(lambda: load("parts")),
+            "load rows": lambda: timed(lambda: load("rows")),
         },
         rounds=9,
         warm_ups=2,
     )
     return [
         Result(
-            f"{what} of state, {layers} × {megabytes} MB, over loopback TCP",
+            f"{what} of state, {layers} × {megabytes} MB, {how}",
             "GB/s",
-            rates("parts", contents.size_bytes, samples[f"{what} parts".lower()]),
-            rates("K/V rows", contents.size_bytes, samples[f"{what} rows".lower()]),
+            rates("parts", contents.size_bytes, samples[f"{side} parts"]),
+            rates("K/V rows", contents.size_bytes, samples[f"{side} rows"]),
             at_least(0.9),
         )
-        for what in ("Store", "Fetch")
+        for what, side, how in (
+            ("Store", "store", "over loopback TCP"),
+            ("Fetch", "fetch", "over loopback TCP"),
+            ("Fetch", "load", "on the same host into MLX"),
+        )
     ]
 
 
