@@ -12,7 +12,16 @@ import grpc
 import numpy as np
 import pytest
 
-from pion_client import Client, Tls, errors
+from pion_client import (
+    BlockTable,
+    Client,
+    DType,
+    Layout,
+    Side,
+    TensorLayout,
+    Tls,
+    errors,
+)
 from pion_client.ring import Ring
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import prefix_store_pb2_grpc
@@ -73,6 +82,26 @@ def test_a_client_of_all_nodes_misses_no_name(stored: Shelf) -> None:
         names = [prompt.name for prompt in some]
         assert stranger.drop(*names, "nobody's") == [True] * 9 + [False]
         assert not {info.namespace for info in stranger.list("prompt/7")} & set(names)
+
+
+def test_what_is_asked_of_all_nodes_is_not_answered_by_one(stored: Shelf) -> None:
+    table = BlockTable(64, [1, 2, 3])
+    layout = Layout(tuple(TensorLayout(0, side, 1, 4, DType.F16) for side in Side))
+    names = [f"table/{number}" for number in range(12)]
+    with stored.hashing() as client:
+        for name in names:
+            client.register(name, layout=layout, table=table)
+            client.write_rows(name, slot=0, side="k", first_row=0, rows=np.ones((1, 1, 4), "f2"))
+            client.write_rows(name, slot=0, side="v", first_row=0, rows=np.ones((1, 1, 4), "f2"))
+        assert all(stored.holds(name) & set(names) for name in "abc")
+    with stored.hashing() as stranger:
+        found = stranger.membership([*names, "nobody's"], [3, 4])
+        assert [list(one) if one is not None else None for one in found] == [[True, False]] * 12 + [
+            None
+        ]
+        assert stranger.save() == 12
+        stranger.sync()
+        assert stranger.drop(*names) == [True] * 12
 
 
 def test_who_has_stored_a_prefix_needs_no_more_than_its_name(stored: Shelf) -> None:

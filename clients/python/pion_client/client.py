@@ -68,8 +68,8 @@ class Client(AttendMixin):
 
     Args:
         address: `host:port` or `unix:/path`. Several, or with commas between, are the nodes of a mesh:
-            each call goes to the one that a proxy would send it to. `list` and `drop`, and what asks for
-            a name that this client has not met, ask all of them; `stats` and `describe` one.
+            each call goes to the one that a proxy would send it to. What is about all names or several,
+            or one that this client has not met, goes to all of them; `stats` and `describe` to one.
         export: read the server's files where it runs on this host; False always streams.
         verify: check every page of those files against its checksum first.
         tenant, password: who asks; by default PION_TENANT and PION_PASSWORD of the environment.
@@ -434,14 +434,16 @@ class Client(AttendMixin):
         except ValueError as error:
             raise invalid("hashes", str(error)) from error
         request = pb.PrefixStoreMembershipRequest(namespaces=_names(namespaces), hashes=packed)
-        route = self._routes.of(namespaces[0] if namespaces else "")
-        results = self._calls.ask("membership", request, route, timeout_s).results
-        if len(results) != len(namespaces):
-            raise BadAnswer(f"{len(results)} answers about {len(namespaces)} names")
-        return [
-            answers.bitmap(result.bitmap, len(packed) // 8) if result.known else None
-            for result in results
-        ]
+        found: builtins.list[np.ndarray | None] = [None] * len(namespaces)
+        first = self._routes.of(namespaces[0] if namespaces else "")
+        for route in self._routes.everywhere or (first,):
+            results = self._calls.ask("membership", request, route, timeout_s).results
+            if len(results) != len(namespaces):
+                raise BadAnswer(f"{len(results)} answers about {len(namespaces)} names")
+            for index, result in enumerate(results):
+                if result.known:
+                    found[index] = answers.bitmap(result.bitmap, len(packed) // 8)
+        return found
 
     # Fetching
 
@@ -581,12 +583,17 @@ class Client(AttendMixin):
     def save(self, *namespaces: str, timeout_s: float | None = None) -> int:
         """Seals live prefixes (all, if none is named); returns how many were sealed."""
         request = pb.PrefixStoreSaveRequest(namespaces=_names(namespaces))
-        route = self._routes.of(namespaces[0] if namespaces else "")
-        return int(self._calls.once("save", request, route, timeout_s).sealed_count)
+        every = self._routes.everywhere or ("",)
+        routes = (self._routes.of(namespaces[0]),) if namespaces else every
+        return sum(
+            int(self._calls.once("save", request, route, timeout_s).sealed_count)
+            for route in routes
+        )
 
     def sync(self, *, timeout_s: float | None = None) -> None:
         """Returns when everything that was acknowledged before is on stable storage."""
-        self._calls.once("sync", pb.PrefixStoreSyncRequest(), "", timeout_s)
+        for route in self._routes.everywhere or ("",):
+            self._calls.once("sync", pb.PrefixStoreSyncRequest(), route, timeout_s)
 
     def snapshot(self, namespace: str, *, timeout_s: float | None = None) -> int:
         """Remembers how many rows each tensor of a live prefix has; returns the snapshot's id."""
