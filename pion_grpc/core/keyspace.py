@@ -664,6 +664,8 @@ class Keyspace:
                 needed[work.tenant] = needed.get(work.tenant, 0) + work.grows_bytes
         refusals: dict[str, PionError] = {}
         for tenant, size in needed.items():
+            if len(needed) == 1 and self._workshop.space.has_room(transaction, tenant, size):
+                break  # nothing needs to be reserved while nothing else is asked for
             instance = self._workshop.directory.instance
             reservation = transaction.reserve(instance, tenant, 0, size)
             try:

@@ -162,6 +162,15 @@ class Space:
             self._evicted += len(evicted)
             self._evicted_names.extend(evicted)
 
+    def has_room(self, transaction: Transaction, tenant: str, needed: int) -> bool:
+        """Whether so many bytes fit into what a transaction sees, with nothing reserved or evicted."""
+        overhead = self._directory.catalog_bytes() + CATALOG_HEADROOM_BYTES
+        stored = transaction.stored_bytes() + needed + self._foreign_bytes + overhead
+        quota = self.tenant_budget_bytes
+        return stored <= self.budget_bytes and (
+            not quota or transaction.usage(tenant) + needed <= quota
+        )
+
     def _give_way(self, transaction: Transaction, tenant: str | None, evicted: list[str]) -> bool:
         """Removes what may go first: a copy, else the prefix or session of states used longest ago."""
         if Copies(transaction).remove_least_used(tenant):

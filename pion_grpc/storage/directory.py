@@ -54,6 +54,7 @@ class DataDirectory:
         self.blobs = self.path / "blobs"
         self.run = self.path / "run"
         self.catalog = self.path / "catalog.db"
+        self._database = [str(self.path / name) for name in _DATABASE]  # asked for at every write
         try:
             for directory in (
                 self.path,
@@ -195,9 +196,9 @@ class DataDirectory:
     def catalog_bytes(self) -> int:
         """Returns the bytes of the database and its log."""
         total = 0
-        for name in _DATABASE:
+        for path in self._database:
             try:
-                total += os.stat(self.path / name).st_size
+                total += os.stat(path).st_size
             except FileNotFoundError:
                 continue
         return total
