@@ -35,10 +35,11 @@ demo: setup ## the main job: one process prefills and stores, another fetches an
 run: setup ## a server on the default address and data directory
 	$(BIN)/pion-grpc serve
 
-proto: ## generate the Python stubs from protos/
+proto: ## generate the Python stubs from protos/, and the Go ones where Go is installed
 	test -x $(PROTO_VENV)/bin/python || $(PYTHON) -m venv $(PROTO_VENV)
 	$(PROTO_VENV)/bin/pip install --quiet 'grpcio-tools==1.78.0' 'mypy-protobuf==5.1.0'
 	PATH="$(CURDIR)/$(PROTO_VENV)/bin:$$PATH" $(PROTO_VENV)/bin/python protos/generate.py
+	@$(if $(GO),$(MAKE) --no-print-directory proto-go)
 
 fix: setup ## format, and mend what the linter can
 	$(BIN)/ruff format .
@@ -90,10 +91,10 @@ SWIFT := $(firstword $(shell command -v swift 2>/dev/null))
 WITH_GO := cd clients/go && PATH="$(abspath $(BIN)):$(dir $(GO)):$$PATH"
 .PHONY: proto-go check-go test-go test-swift
 
-proto-go: setup ## generate the Go stubs from protos/
+proto-go: ## generate the Go stubs from protos/
 	$(WITH_GO) buf generate ../../protos --template buf.gen.yaml
 
-check-go: setup
+check-go:
 ifdef GO
 	$(WITH_GO) sh -c 'test -z "$$(gofmt -l .)" || { gofmt -d .; exit 1; }'
 	$(MAKE) --no-print-directory proto-go

@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: pion/v1/error_reason.proto
 
-// The errors that can cross the wire. Every failed call carries a `google.rpc.Status` whose
+// The errors that can cross the wire. Every call that the server fails carries a `google.rpc.Status` whose
 // `ErrorInfo` has domain "pion.v1", one of these reasons (without the prefix `ERROR_REASON_`) and
 // metadata; `RetryInfo` is present exactly where waiting helps. A status without an ErrorInfo comes
 // from the transport or from a proxy, not from this server.
@@ -69,14 +69,18 @@ const (
 	ErrorReason_ERROR_REASON_TOO_MANY_STREAMS ErrorReason = 14
 	// This server cannot do that: no such backend, or not built yet [UNIMPLEMENTED].
 	ErrorReason_ERROR_REASON_NO_BACKEND ErrorReason = 15
-	// The server is starting [UNAVAILABLE]. Retry after the delay.
+	// The server is starting [UNAVAILABLE]. Retry after the delay. Kept for servers that listen before
+	// they can serve; this one does not.
 	ErrorReason_ERROR_REASON_STARTING ErrorReason = 16
-	// The server is shutting down [UNAVAILABLE]. Retry after the delay, elsewhere if possible.
+	// The server is shutting down [UNAVAILABLE]. Retry after the delay, elsewhere if possible. Kept for
+	// servers that answer while they drain; of this one the transport refuses new calls, with a bare
+	// UNAVAILABLE.
 	ErrorReason_ERROR_REASON_DRAINING ErrorReason = 17
 	// A stored page does not have its checksum; the prefix has been taken out of the store, and the
 	// next call is a miss [DATA_LOSS]. Metadata: `namespace`. Treat as a miss.
 	ErrorReason_ERROR_REASON_CORRUPT ErrorReason = 18
-	// The peer accepted nothing for too long and was cut off [CANCELLED]. A fetch may be resumed.
+	// The peer accepted nothing for too long and was cut off [CANCELLED]. A fetch may be resumed. Who is
+	// cut off by this server sees a bare CANCELLED, which means the same.
 	ErrorReason_ERROR_REASON_STALLED ErrorReason = 19
 	// No credentials, or unknown ones [UNAUTHENTICATED].
 	ErrorReason_ERROR_REASON_NOT_AUTHENTICATED ErrorReason = 20

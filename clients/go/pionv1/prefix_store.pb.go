@@ -1360,7 +1360,10 @@ type PrefixStoreExportRequest struct {
 	// field say what the receipt counts.
 	Slots []uint32 `protobuf:"varint,5,rep,packed,name=slots,proto3" json:"slots,omitempty"`
 	// Kinds of parts at `rows.end` that the client will read.
-	PartKinds     []string `protobuf:"bytes,6,rep,name=part_kinds,json=partKinds,proto3" json:"part_kinds,omitempty"`
+	PartKinds []string `protobuf:"bytes,6,rep,name=part_kinds,json=partKinds,proto3" json:"part_kinds,omitempty"`
+	// Whether only `directory` and `host_token` are wanted, to find out whether this client can read
+	// them: nothing is looked up, leased or counted.
+	Probe         bool `protobuf:"varint,7,opt,name=probe,proto3" json:"probe,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1435,6 +1438,13 @@ func (x *PrefixStoreExportRequest) GetPartKinds() []string {
 		return x.PartKinds
 	}
 	return nil
+}
+
+func (x *PrefixStoreExportRequest) GetProbe() bool {
+	if x != nil {
+		return x.Probe
+	}
+	return false
 }
 
 // The files of a prefix. A client opens them only if `<directory>/host-token` is a regular file that
@@ -3652,7 +3662,7 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\x06header\x18\x01 \x01(\v2\x1f.pion.v1.PrefixStoreFetchHeaderH\x00R\x06header\x12'\n" +
 	"\x04rows\x18\x02 \x01(\v2\x11.pion.v1.RowChunkH\x00R\x04rows\x12(\n" +
 	"\x04part\x18\x03 \x01(\v2\x12.pion.v1.PartChunkH\x00R\x04partB\t\n" +
-	"\amessage\"\xdc\x01\n" +
+	"\amessage\"\xf2\x01\n" +
 	"\x18PrefixStoreExportRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x19\n" +
 	"\blease_id\x18\x02 \x01(\fR\aleaseId\x12%\n" +
@@ -3660,7 +3670,8 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\blease_ms\x18\x04 \x01(\rH\x00R\aleaseMs\x88\x01\x01\x12\x14\n" +
 	"\x05slots\x18\x05 \x03(\rR\x05slots\x12\x1d\n" +
 	"\n" +
-	"part_kinds\x18\x06 \x03(\tR\tpartKindsB\v\n" +
+	"part_kinds\x18\x06 \x03(\tR\tpartKinds\x12\x14\n" +
+	"\x05probe\x18\a \x01(\bR\x05probeB\v\n" +
 	"\t_lease_ms\"\x9f\x04\n" +
 	"\x19PrefixStoreExportResponse\x12\x1c\n" +
 	"\tdirectory\x18\x01 \x01(\tR\tdirectory\x12\x1d\n" +

@@ -112,7 +112,8 @@ type PrefixStoreClient interface {
 	Restore(ctx context.Context, in *PrefixStoreRestoreRequest, opts ...grpc.CallOption) (*PrefixStoreRestoreResponse, error)
 	// Forgets a snapshot and keeps the rows. Errors: INVALID, NOT_STORED (the prefix).
 	Release(ctx context.Context, in *PrefixStoreReleaseRequest, opts ...grpc.CallOption) (*PrefixStoreReleaseResponse, error)
-	// Describes the server: version, limits, formats, backend, budgets, totals.
+	// Describes the server: version, limits, formats, backend, budgets, totals. Where tenants are
+	// configured, a tenant's totals are its own, and what concerns all of them is 0.
 	Describe(ctx context.Context, in *PrefixStoreDescribeRequest, opts ...grpc.CallOption) (*PrefixStoreDescribeResponse, error)
 }
 
@@ -401,7 +402,8 @@ type PrefixStoreServer interface {
 	Restore(context.Context, *PrefixStoreRestoreRequest) (*PrefixStoreRestoreResponse, error)
 	// Forgets a snapshot and keeps the rows. Errors: INVALID, NOT_STORED (the prefix).
 	Release(context.Context, *PrefixStoreReleaseRequest) (*PrefixStoreReleaseResponse, error)
-	// Describes the server: version, limits, formats, backend, budgets, totals.
+	// Describes the server: version, limits, formats, backend, budgets, totals. Where tenants are
+	// configured, a tenant's totals are its own, and what concerns all of them is 0.
 	Describe(context.Context, *PrefixStoreDescribeRequest) (*PrefixStoreDescribeResponse, error)
 	mustEmbedUnimplementedPrefixStoreServer()
 }

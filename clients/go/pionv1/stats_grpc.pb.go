@@ -27,7 +27,9 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// The value receipt: what the store did for its clients since the start or the last reset.
+// The value receipt: what the store did for its clients since the start or the last reset, by all
+// workers of a server together. It is that of all tenants: the server's owner reads it, a tenant gets
+// NOT_ALLOWED.
 type StatsClient interface {
 	// Reads the receipt.
 	Get(ctx context.Context, in *StatsGetRequest, opts ...grpc.CallOption) (*StatsGetResponse, error)
@@ -67,7 +69,9 @@ func (c *statsClient) Reset(ctx context.Context, in *StatsResetRequest, opts ...
 // All implementations must embed UnimplementedStatsServer
 // for forward compatibility.
 //
-// The value receipt: what the store did for its clients since the start or the last reset.
+// The value receipt: what the store did for its clients since the start or the last reset, by all
+// workers of a server together. It is that of all tenants: the server's owner reads it, a tenant gets
+// NOT_ALLOWED.
 type StatsServer interface {
 	// Reads the receipt.
 	Get(context.Context, *StatsGetRequest) (*StatsGetResponse, error)
