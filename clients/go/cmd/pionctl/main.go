@@ -25,7 +25,7 @@ const usage = `Usage: pionctl [flags] command
 
 Commands:
   ls [PREFIX]      list what is stored under names that begin so
-  stat [NAME]      describe a prefix; without a name, the server and its receipt
+  stat [NAME]      describe a prefix; without a name, the server and, to its owner, its receipt
   get NAME FILE    write a prefix as a safetensors file
   put FILE [NAME]  store the prefix of such a file
   time NAME [N]    fetch a prefix N times (5) and say how long each took
@@ -135,7 +135,7 @@ func describe(ctx context.Context, client *pion.Client, out io.Writer) error {
 		return err
 	}
 	receipt, err := client.Stats(ctx)
-	if err != nil {
+	if err != nil && !errors.Is(err, pion.ReasonNotAllowed) { // it is the owner's, not a tenant's
 		return err
 	}
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
@@ -143,6 +143,9 @@ func describe(ctx context.Context, client *pion.Client, out io.Writer) error {
 	fmt.Fprintf(table, "version\t%s\nprefixes\t%d\nrows\t%d\nbytes on disk\t%d of %d\nattention\t%s\n",
 		server.GetVersion(), server.GetPrefixCount(), server.GetRowCount(), server.GetDiskUsedBytes(),
 		server.GetDiskBudgetBytes(), orElse(server.GetAttendBackend(), "off"))
+	if receipt == nil {
+		return nil
+	}
 	fmt.Fprintf(table, "hits\t%d\nmisses\t%d\ntokens served\t%d\nprefill avoided\t%.1f s, %.1f s of it measured\n",
 		receipt.GetHits(), receipt.GetMisses(), receipt.GetTokensServed(), receipt.GetPrefillSecondsAvoided(),
 		receipt.GetPrefillSecondsAvoidedMeasured())

@@ -134,6 +134,21 @@ func TestAFileIsTheSameWhoeverWritesItAndWhoeverReadsIt(t *testing.T) {
 	}
 }
 
+func TestATenantIsNotShownTheReceipt(t *testing.T) {
+	t.Setenv("PION_PASSWORD", "of the owner")
+	s := shell{t, realserver.Start(t, "--tenant", "acme=secret")}
+	if out, err := s.pionctl("-tenant", "nobody", "stat"); err == nil {
+		t.Error(out)
+	}
+	if out := s.must("stat"); !strings.Contains(out, "tokens served") {
+		t.Error(out)
+	}
+	t.Setenv("PION_PASSWORD", "secret")
+	if out := s.must("-tenant", "acme", "stat"); !strings.Contains(out, "version") || strings.Contains(out, "tokens served") {
+		t.Error(out)
+	}
+}
+
 func TestAChainIsWrittenAsOneFile(t *testing.T) {
 	s := shell{t, realserver.Start(t)}
 	client, err := pion.Dial(s.address, pion.Options{})
