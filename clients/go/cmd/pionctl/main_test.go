@@ -16,8 +16,8 @@ import (
 )
 
 // random is noise from a generator of its own, so that every run stores the same.
-func random(size int, seed byte) []byte {
-	data, state := make([]byte, size), uint32(seed)+1
+func random(size int, number byte) []byte {
+	data, state := make([]byte, size), uint32(number)+1
 	for i := range data {
 		state ^= state << 13
 		state ^= state >> 17
