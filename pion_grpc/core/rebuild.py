@@ -15,7 +15,8 @@ What no segment says is gone with the catalogue: rows that were never sealed (a 
 was when it was sealed last), keys, recurrent states, callers' block tables, what RESP clients declared,
 and whose a prefix was: all of them become the tenant's that the caller names.
 
-Nothing is deleted. What is not adopted is moved to `not-adopted/`, and the reason is written beside it.
+Nothing is deleted. What is not adopted is moved to `not-adopted/`, and the reason is written beside it;
+it counts against the disk budget until somebody takes it away.
 The catalogue is made under another name and gets its own when everything else is done and on stable
 storage, so a rebuild that was killed can be run again, and until it has ended no server starts.
 """
@@ -227,7 +228,7 @@ class _Rebuild:
                 try:
                     self._adopt(catalog, path, read)
                 except (_NotAdopted, Corrupt, SegmentError, InvalidRequest) as error:
-                    self._problems[path] = str(error)
+                    self._problems[path] = str(error).removeprefix(str(path)).lstrip(": ")
                 read.finish(size)
             with catalog.write() as transaction:
                 self._forget_unneeded(transaction)

@@ -66,8 +66,9 @@ class Machine:
         return store
 
     def crash(self, store: PrefixStore) -> None:
-        """Ends a process as SIGKILL does: its lock is free, nothing was said to anybody."""
+        """Ends a process as SIGKILL does: its locks are free, nothing was said to anybody."""
         os.close(store.directory._lock)
+        os.close(store.directory._use)
 
     def cut_power(self, target: Path) -> "Machine":
         """Returns the machine after a power cut and a boot: what was not flushed is gone."""
