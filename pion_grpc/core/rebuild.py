@@ -54,7 +54,7 @@ from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import CheckedRun, OpenFile, disk_errors, open_segment
 from pion_wire import limits
-from pion_wire.blocks import common_tokens, derived_namespace, root_hash
+from pion_wire.blocks import common_tokens
 from pion_wire.layout import Layout
 from pion_wire.segment import SegmentError, SegmentLayout, header_length, parse_header
 
@@ -260,7 +260,9 @@ class _Rebuild:
         if path.is_symlink() or not path.is_file():
             raise _NotAdopted("is no regular file")
         segment = _read_header(path)
-        name = segment.namespace or self._derived_name(path, segment)
+        name = segment.namespace
+        if not name:
+            raise _NotAdopted("says no name: `pion-grpc import` stores it under one")
         had_name = self._generations.setdefault(name, [])
         had_name.append(None)  # so far
         with catalog.write() as transaction:
@@ -279,18 +281,9 @@ class _Rebuild:
             file = SegmentFile(
                 self._directory.name_of(path), segment.file_bytes, token_ids, boot=None
             )
-            identity = self._insert(transaction, name, segment, parent, file)
+            identity = self._insert(transaction, segment, parent, file)
             transaction.update(identity, created_unix_ms=status.st_mtime_ns // 1_000_000)
         had_name[-1] = identity
-
-    def _derived_name(self, path: Path, segment: SegmentLayout) -> str:
-        if not segment.token_count:
-            raise _NotAdopted("has neither a name nor tokens to derive one from")
-        run = open_segment(path, segment)
-        with contextlib.closing(run.file):
-            token_ids = _read_token_ids(segment, run)
-        root = root_hash(self._tenant, segment.model_id, segment.layout.fidelity)
-        return derived_namespace(root, token_ids)
 
     def _parent(
         self, transaction: Transaction, segment: SegmentLayout, token_ids: bytes
@@ -323,7 +316,6 @@ class _Rebuild:
     def _insert(
         self,
         transaction: Transaction,
-        name: str,
         segment: SegmentLayout,
         parent: PrefixRow | None,
         file: SegmentFile,
@@ -332,7 +324,7 @@ class _Rebuild:
         identity = transaction.insert(
             NewPrefix(
                 tenant=self._tenant,
-                namespace=name,
+                namespace=segment.namespace,
                 state="sealed",
                 visible=False,
                 owner=None,
@@ -354,7 +346,7 @@ class _Rebuild:
         assert row is not None, "it was inserted"
         name_segment(transaction, row, file)
         self._adopted[identity] = Adopted(
-            name, segment.parent, row.token_count, file.name, file.size, visible=True
+            row.namespace, segment.parent, row.token_count, file.name, file.size, visible=True
         )
         return identity
 

@@ -1,6 +1,8 @@
 """A lost catalogue loses nothing: no start does without it, and a rebuild finds everything again."""
 
+import dataclasses
 import shutil
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from pion_grpc.errors import CannotStart, DiskFull
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import PowerCut
 from pion_wire.layout import Side
+from pion_wire.segment import parse_header
 from tests.core.support import (
     MODEL,
     SMALL,
@@ -462,6 +465,24 @@ def test_a_child_is_not_put_on_rows_of_other_tokens(machine: Machine) -> None:
         (file,) = rebuilt.not_adopted
         expected = "'p' is not there" if kind == "none" else "'p' is another now"
         assert expected in file.problem, kind
+
+
+def test_a_file_without_a_name_is_not_given_one(machine: Machine) -> None:
+    """It would not be what the catalogue says: the name is in its header."""
+    filled(machine)
+    lone = segment_of(machine, "lone")
+    with lone.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        segment = parse_header(file.read(size))
+        rest = file.read()
+    nameless = lone.with_name("0123456789ab-99.safetensors")
+    nameless.write_bytes(dataclasses.replace(segment, namespace="").header + rest)
+    lose_catalogue(machine.path)
+    rebuilt = rebuild(machine.path, TENANT)
+    assert names(rebuilt) == NAMES
+    (file_aside,) = rebuilt.not_adopted
+    assert "pion-grpc import" in file_aside.problem
+    assert_filled(machine.start())
 
 
 def test_a_name_does_not_go_back_to_what_a_damaged_one_replaced(machine: Machine) -> None:
