@@ -79,10 +79,13 @@ def started(*messages: bytes, **options: Any) -> Reception:
 
 
 def resumed(reception: Reception) -> dict[str, int]:
-    """The fields of the request for the rest."""
+    """The fields of the request for the rest, which is of the rows that were announced."""
     request = pb.PrefixStoreFetchRequest()
     reception.begin_stream(request)
-    return {field.name: value for field, value in request.ListFields()}
+    fields = {field.name: value for field, value in request.ListFields()}
+    if "generation" in fields:
+        assert fields.pop("rows") == types_pb2.RowRange(begin=ROWS[0], end=ROWS[1])
+    return fields
 
 
 def check(reception: Reception) -> None:
