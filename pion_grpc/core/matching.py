@@ -96,7 +96,8 @@ def served_with_parts(
 ) -> Served:
     """Returns the prefix that has all kinds of parts at the latest boundary within a query.
 
-    That is `longest` itself unless another one has them later; of equals it is `longest`.
+    That is `longest` itself unless another one has them later; of equals it is `longest`. Others that
+    share not even the first block of a query are not looked at.
 
     Args:
         transaction, root, token_ids: as for `longest_match`.
@@ -108,7 +109,8 @@ def served_with_parts(
         return best
     examined = {longest.prefix.id}
     for end, parent, ends in _levels(root, token_ids[: 4 * longest.tokens]):
-        if end <= best.tokens or len(examined) > EXAMINED_MAX:
+        # Who shares a block may share nearly all of the next one, and have a boundary there.
+        if end + BLOCK_TOKENS <= best.tokens or len(examined) > EXAMINED_MAX:
             break
         for number in transaction.having(parent, ends, limit=EXAMINED_MAX):
             prefix = transaction.by_id(number) if number not in examined else None
