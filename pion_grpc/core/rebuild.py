@@ -264,9 +264,10 @@ class _Rebuild:
         if not name:
             raise _NotAdopted("says no name: `pion-grpc import` stores it under one")
         had_name = self._generations.setdefault(name, [])
+        if had_name:
+            with catalog.write() as transaction:
+                _take_name_away(transaction, self._tenant, name)
         had_name.append(None)  # so far
-        with catalog.write() as transaction:
-            _take_name_away(transaction, self._tenant, name)
         check_namespace(name)
         if segment.model_id:  # not every prefix that RESP clients stored has one
             check_model_id(segment.model_id)

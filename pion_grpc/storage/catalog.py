@@ -844,7 +844,7 @@ class Transaction:
         return not rows
 
     def number_from(self, table: str, last: int) -> None:
-        """Makes the numbers of an empty table begin after `last`."""
+        """Makes the numbers of the next rows of a table greater than `last`."""
         self.run("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
         self.run("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, last))
 
