@@ -460,6 +460,9 @@ def test_a_directory_of_garbage_never_starts(tmp_path: Path) -> None:
     assert catalog.read_bytes() == b"garbage " * 1_000
     assert directory_bytes(tmp_path) == before
     catalog.unlink()
+    with pytest.raises(CannotStart, match="1 file lies in segments"):
+        machine.start()
+    (tmp_path / "data" / "segments").rename(tmp_path / "segments")
     assert machine.start().list_page(TENANT) == []
 
 
