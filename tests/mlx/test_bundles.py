@@ -7,7 +7,7 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, make_prompt_cache
 
 from pion_client import Client, Part, caches
 from pion_client.bundles import Bundle, Checkpoints, Facts, boundaries, parts_max
@@ -310,6 +310,30 @@ def test_a_part_that_is_not_the_models_is_not_installed(server, hybrid, how, exp
             assert mine.stats()["miss_reasons"] == {"layout_differs": 1}
         client.drop("spoiled")
     assert np.array_equal(decoded(hybrid, cache), decoded(hybrid, source))
+
+
+class Padding:
+    """A model whose cache is refused only once it has seen two tokens."""
+
+    layers = (None,)
+
+    def make_cache(self):
+        return [ArraysCache(1)]
+
+    def __call__(self, tokens, cache):
+        cache[0][0] = mx.sum(tokens.astype(mx.float32))[None]
+        if tokens.shape[1] > 1:
+            cache[0].lengths = mx.array([1])
+
+
+def test_a_cache_that_turns_out_not_to_be_kept_is_not_stored_but_works(client):
+    with prompt_cache(Padding(), client, model_id="m", checkpoint_every=8) as mine:
+        cache = mine.get_or_prefill([1] * 40)
+        assert mine.flush(WAIT_S)
+        (reason,) = mine.stats()["skipped"]
+    assert reason.startswith("ArraysCache: padded")
+    assert cache[0][0].item() == 8
+    assert prefixes(client) == {}
 
 
 def quantised_caches(model):

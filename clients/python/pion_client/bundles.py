@@ -8,13 +8,14 @@ boundaries (*checkpoints*) it has parts at. The exception are parts that still h
 a ring before it wraps: they serve every boundary before their own.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pion_client import caches
-from pion_client.caches import Cache, CacheMismatch, Expected, Rows
+from pion_client.caches import Cache, CacheMismatch, Expected, Rows, UnsupportedCache
 from pion_client.parts import Taken
 from pion_client.quantised import as_held
 from pion_client.values import Part, Prefix, PrefixInfo
@@ -78,8 +79,10 @@ class Checkpoints:
         """Boundaries whose parts were let go."""
 
     def take(self, cache: Cache, boundary_tokens: int) -> None:
-        """Takes everything in the cache beside rows. Raises UnsupportedCache."""
-        taken = caches.take_parts(cache, boundary_tokens)
+        """Takes everything in the cache beside rows; nothing if that cannot be kept."""
+        taken: list[Taken] = []
+        with contextlib.suppress(UnsupportedCache):  # whoever stores it asks again, and says why
+            taken = caches.take_parts(cache, boundary_tokens)
         if not taken:
             return
         self._taken.append(taken)

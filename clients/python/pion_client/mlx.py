@@ -11,7 +11,9 @@ the caller (`behind`), from views of memory that later appends to the cache do n
 
 K/V are functions of the token ids, of the model *and of how the prefill was split*: the same tokens in
 other pieces differ in the last bits, because sums are formed in another order. The bits served are
-those that were stored; they need not be those of a prefill in one piece.
+those that were stored; they need not be those of a prefill in one piece. What a model keeps beside rows
+(recurrent state, a window) is exact at one token only, so a prefill is split where it is to be kept, and
+stored together with the rows (`bundles`).
 """
 
 import collections
@@ -594,9 +596,12 @@ class PionPromptCache(AttendByNamespace):
             return ""
         if found.served and request.token_count - found.served < limits.CHAIN_TOKENS_MIN:
             return "tail_short"
-        if caches.expected_of(cache) != found.facts.held:
-            return "layout_changed"
-        bundle = Bundle(caches.take(cache), checkpoints.taken)
+        try:
+            if caches.expected_of(cache) != found.facts.held:
+                return "layout_changed"
+            bundle = Bundle(caches.take(cache), checkpoints.taken)
+        except UnsupportedCache as refusal:  # after one token it was another
+            return str(refusal)
         pending = Pending(request, prefill_ms)
         self._pending[id(pending)] = pending
         queued = self._behind.put(
