@@ -213,6 +213,28 @@ def test_what_mlx_has_quantised_comes_back_in_the_same_codes(
         np.testing.assert_allclose(np.asarray(decoded), np.asarray(expected), atol=1e-5)
 
 
+def test_codes_in_a_segment_are_what_mlx_reads(
+    both: ServerProcess, client: Client, name: str
+) -> None:
+    given = layers(27, dtype=np.float32)
+    before = set((both.directory / "segments").iterdir())
+    client.store(name, layers=given, codecs="mlx4g32", token_ids=tokens(TOKENS, 27), model=MODEL)
+    (segment,) = set((both.directory / "segments").iterdir()) - before
+    loaded = mx.load(str(segment), format="safetensors")
+    assert isinstance(loaded, dict)
+    types = {"codes": mx.uint32, "scales": mx.float16, "biases": mx.float16}
+    for slot, pair in enumerate(given):
+        for side, rows in zip("kv", pair, strict=True):
+            arrays = [loaded[f"{side}.{slot}.{kind}"] for kind in types]
+            assert [array.dtype for array in arrays] == list(types.values())
+            assert [array.shape for array in arrays] == [(TOKENS, HEADS, n) for n in (8, 2, 2)]
+            wide = [arrays[0], *(array.astype(mx.float32) for array in arrays[1:])]
+            got = mx.dequantize(*wide, group_size=32, bits=4)
+            np.testing.assert_allclose(
+                np.asarray(got).reshape(TOKENS, -1), through("mlx4g32", rows), atol=1e-6
+            )
+
+
 @pytest.mark.parametrize("codec", SPOKEN_BY_RESP)
 def test_rows_of_resp_reach_a_client_in_either_form(
     resp: Wire, road: Fetch, name: str, codec: str

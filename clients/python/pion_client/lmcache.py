@@ -11,7 +11,6 @@ The one decision: every server answers for every prefix, so there is no owner to
 
 import contextlib
 import hashlib
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -47,12 +46,7 @@ class _Connected:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
