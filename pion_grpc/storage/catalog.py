@@ -441,7 +441,10 @@ class Catalog:
             self._copy(Path(f"{self._path}.v{version}"))
         for script in self._migrations[version:]:
             connection.execute(script)
-        connection.execute("INSERT OR IGNORE INTO meta VALUES ('clock', 0), ('generation', 0)")
+        # Where several machines answer for a name, equal generations must mean equal rows.
+        start = secrets.randbits(52)
+        counters = "INSERT OR IGNORE INTO meta VALUES ('clock', 0), ('generation', ?)"
+        connection.execute(counters, (start,))
         connection.pragma("application_id", APPLICATION_ID)
         connection.pragma("user_version", len(self._migrations))
 

@@ -362,4 +362,6 @@ def parts_of(infos: Sequence[PartInfo], memory: Sequence[memoryview]) -> tuple[P
 
 
 def _same(again: Announced, before: Announced) -> bool:
-    return again.prefix.generation == before.prefix.generation and again[1:] == before[1:]
+    mine, theirs = again.prefix, before.prefix
+    same = (mine.generation, mine.model) == (theirs.generation, theirs.model)
+    return same and again[1:] == before[1:]
