@@ -4,6 +4,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from pion_client.arrays import invalid
 from pion_client.errors import BadAnswer
 from pion_client.values import (
     BlockTable,
@@ -43,6 +44,13 @@ _REASONS: dict[int, MissReason] = {
     types_pb2.MISS_REASON_PART_MISSING: MissReason.PART_MISSING,
     types_pb2.MISS_REASON_PARTIAL: MissReason.PARTIAL,
 }
+
+
+def durability_value(name: DurabilityName) -> types_pb2.Durability.ValueType:
+    """Returns what a request says; raises InvalidRequest for what is neither."""
+    if name not in DURABILITIES:
+        raise invalid("durability", f"{name!r} is neither 'process' nor 'disk'")
+    return DURABILITIES[name]
 
 
 def miss_reason(value: int) -> MissReason:

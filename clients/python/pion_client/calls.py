@@ -73,6 +73,7 @@ class Calls:
         progress: Progress | None,
         route: str,
         deadline: Deadline,
+        bytes_only: bool = False,
     ) -> bytes:
         """Sends one stream, once; returns the serialised answer.
 
@@ -82,7 +83,13 @@ class Calls:
         """
         watchdog = Watchdog(self.stall_timeout_s)
         outgoing = Outgoing(
-            header, tensors, parts, first_row=first_row, progress=progress, touch=watchdog.touch
+            header,
+            tensors,
+            parts,
+            first_row=first_row,
+            progress=progress,
+            touch=watchdog.touch,
+            bytes_only=bytes_only,
         )
         with self.connection.calling() as stubs:
             call: Any = getattr(stubs, method).future(

@@ -28,6 +28,7 @@ from pion_client.fetching import Progress, ScatteredRows
 from pion_client.lanes import Lanes
 from pion_client.routes import Routes
 from pion_client.rows import Rows, rows_of, tensor_rows
+from pion_client.states import States
 from pion_client.tls import Tls
 from pion_client.values import (
     Array,
@@ -104,6 +105,8 @@ class Client(AttendMixin):
         self._calls = Calls(self._connection, timeout_s, stall_timeout_s)
         self._lanes = Lanes(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
         self._routes = Routes(self._connection.everywhere)
+        self.states = States(self._calls, self._routes, bytes_max=fetch_bytes_max)
+        """Recurrent state: `states.store`, `states.fetch`, `states.drop`."""
         self.attending = Attending(self._calls, self._routes)
 
     def __repr__(self) -> str:
@@ -192,7 +195,7 @@ class Client(AttendMixin):
             parent_namespace=text("parent", parent or ""),
             base=base,
             replace=replace,
-            durability=_durability(durability),
+            durability=answers.durability_value(durability),
             prefill_ms=prefill_ms,
             table=_table(table),
             parts=[part_to_message(part.info) for part in parts],
@@ -253,7 +256,7 @@ class Client(AttendMixin):
             side=_SIDES[side],
             first_row=first_row,
             row_count=tensor.token_count,
-            durability=_durability(durability),
+            durability=answers.durability_value(durability),
         )
         answer = self._calls.send(
             "write_rows",
@@ -680,12 +683,6 @@ def _canonical(codecs: Sequence[str]) -> frozenset[str]:
         return frozenset(name if name in FAMILIES else str(parse_codec(name)) for name in codecs)
     except ValueError as error:
         raise invalid("codecs", str(error)) from error
-
-
-def _durability(name: DurabilityName) -> types_pb2.Durability.ValueType:
-    if name not in answers.DURABILITIES:
-        raise invalid("durability", f"{name!r} is neither 'process' nor 'disk'")
-    return answers.DURABILITIES[name]
 
 
 def _side(name: Side | str) -> Side:

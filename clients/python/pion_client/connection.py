@@ -42,6 +42,7 @@ from pion_client.tls import Tls
 from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.v1.attend_pb2_grpc import AttendStub
 from pion_wire.v1.prefix_store_pb2_grpc import PrefixStoreStub
+from pion_wire.v1.ssm_state_pb2_grpc import SSMStateStub
 from pion_wire.v1.stats_pb2_grpc import StatsStub
 
 TRIES_MAX = 3
@@ -125,6 +126,9 @@ class Stubs:
         self.restore = prefixes.Restore
         self.release = prefixes.Release
         self.describe = prefixes.Describe
+        self.state_store: Any = channel.stream_unary("/pion.v1.SSMState/Store")
+        self.state_fetch: Any = channel.unary_stream("/pion.v1.SSMState/Fetch")
+        self.state_drop = SSMStateStub(channel).Drop
         self.receipt = stats.Get
         self.reset_receipt = stats.Reset
         attend = AttendStub(channel)

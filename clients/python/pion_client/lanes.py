@@ -9,10 +9,11 @@ from typing import Literal
 
 from pion_client.arrays import Layers
 from pion_client.calls import Calls
-from pion_client.connection import TRIES_MAX, Deadline, pause, retried
-from pion_client.errors import BadAnswer, GenerationDiffers, NotStored, NotSupported, PionError
+from pion_client.connection import Deadline, retried
+from pion_client.errors import NotStored, NotSupported
 from pion_client.export import LEASE_MS, CannotExport, Exported, check_readable
-from pion_client.fetching import Announced, DamagedChunk, Progress, Reception
+from pion_client.fetching import Announced, Progress, Reception
+from pion_client.receiving import receive_whole
 from pion_client.values import Part, Prefix
 from pion_wire.layout import Layout
 from pion_wire.v1 import prefix_store_pb2 as pb
@@ -131,48 +132,11 @@ class Lanes:
         reception = Reception(
             bytes_max=self._bytes_max, as_mlx=as_mlx, keep=keep, progress=progress
         )
-        fruitless = 0
-        while not reception.ended():
-            before = reception.done_bytes
-            try:
-                self._receive(asked, reception, route, deadline)
-                if not reception.ended():
-                    raise BadAnswer("the stream ended before everything that was announced came")
-            except PionError as error:
-                if reception.ended():
-                    break  # only the end of the stream was lost
-                fruitless = 0 if reception.done_bytes > before else fruitless + 1
-                if not self._resumes(reception, error, fruitless, deadline):
-                    raise
+        receive_whole(self._calls, "fetch", asked, reception, route, deadline)
         if reception.announced is None:
             return None
         layers, parts = reception.layers(), reception.parts()
         return _prefix(reception.announced, reception.layout, layers, parts, "stream", because)
-
-    def _receive(
-        self,
-        asked: pb.PrefixStoreFetchRequest,
-        reception: Reception,
-        route: str,
-        deadline: Deadline,
-    ) -> None:
-        request = pb.PrefixStoreFetchRequest()
-        request.CopyFrom(asked)
-        reception.begin_stream(request)
-        self._calls.receive(
-            "fetch", request.SerializeToString(), reception.take, route=route, deadline=deadline
-        )
-
-    def _resumes(
-        self, reception: Reception, error: PionError, attempt: int, deadline: Deadline
-    ) -> bool:
-        """Gets ready to ask for the rest, if there is a point in it."""
-        if isinstance(error, GenerationDiffers) and reception.announced is not None:
-            reception.restart()  # another prefix has taken the name meanwhile: that one, then
-            return attempt < TRIES_MAX
-        if isinstance(error, DamagedChunk):
-            return attempt < TRIES_MAX
-        return pause(error, attempt, deadline)
 
 
 def _prefix(

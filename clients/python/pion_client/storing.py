@@ -10,7 +10,7 @@ from typing import Any
 
 from pion_client.rows import Rows
 from pion_client.values import Part
-from pion_wire.framing import frame_header, frame_part, frame_rows
+from pion_wire.framing import frame_bytes, frame_header, frame_part, frame_rows
 from pion_wire.limits import CHUNK_BYTES_MAX
 
 Progress = Callable[[int, int], None]
@@ -28,7 +28,9 @@ class Outgoing:
         first_row: int = 0,
         progress: Progress | None = None,
         touch: Callable[[], None],
+        bytes_only: bool = False,
     ) -> None:
+        """Takes what is to be sent; `bytes_only`: to a service that takes one value, no rows."""
         self.error: BaseException | None = None
         """What was raised while messages were made."""
         self._header = header
@@ -36,6 +38,7 @@ class Outgoing:
         self._parts = parts
         self._first_row = first_row
         self._progress = progress
+        self._bytes_only = bytes_only
         self._touch = touch
         self._call: Any = None
         self._bound = threading.Event()
@@ -74,7 +77,12 @@ class Outgoing:
         for index, part in enumerate(self._parts):
             offset = 0
             for data in _chunks_of(part.buffers):
-                yield frame_part(index, offset, data), len(data)
+                framed = (
+                    frame_bytes(offset, data)
+                    if self._bytes_only
+                    else frame_part(index, offset, data)
+                )
+                yield framed, len(data)
                 offset += len(data)
 
 

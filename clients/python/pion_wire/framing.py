@@ -83,26 +83,40 @@ def parse_message(message: bytes) -> HeaderBytes | RowChunk | PartChunk:
     Raises:
         FrameError: these bytes are not such a message, or hold nothing.
     """
-    view = memoryview(message)
-    found: HeaderBytes | RowChunk | PartChunk | None = None
+    number, value = _only_field(memoryview(message), _PART)
+    if number == _HEADER:
+        return HeaderBytes(value)
+    if number == _ROWS:
+        numbers, data = _chunk_fields(value, 5)
+        return RowChunk(numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], data)
+    return _part_chunk(value)
+
+
+def parse_bytes_message(message: bytes) -> HeaderBytes | PartChunk:
+    """Takes a message of a stream apart that has bytes only; otherwise as `parse_message`."""
+    number, value = _only_field(memoryview(message), _ROWS)
+    return HeaderBytes(value) if number == _HEADER else _part_chunk(value)
+
+
+def _only_field(view: memoryview, last: int) -> tuple[int, memoryview]:
+    """Returns number and bytes of the one field that a message has, of those up to `last`."""
+    found: tuple[int, memoryview] | None = None
     for number, wire_type, value in _fields(view):
-        if number > _PART:
+        if number > last:
             continue
         if found is not None:
             raise FrameError("a stream message holds two things")
         if wire_type != _BYTES or not isinstance(value, memoryview):
             raise FrameError(f"field {number} of a stream message has wire type {wire_type}")
-        if number == _HEADER:
-            found = HeaderBytes(value)
-        elif number == _ROWS:
-            numbers, data = _chunk_fields(value, 5)
-            found = RowChunk(numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], data)
-        else:
-            numbers, data = _chunk_fields(value, 3)
-            found = PartChunk(numbers[1], numbers[2], numbers[3], data)
+        found = number, value
     if found is None:
         raise FrameError("a stream message holds nothing")
     return found
+
+
+def _part_chunk(value: memoryview) -> PartChunk:
+    numbers, data = _chunk_fields(value, 3)
+    return PartChunk(numbers[1], numbers[2], numbers[3], data)
 
 
 def _frame(tag: bytes, fields: bytes, data: bytes | memoryview) -> bytes:

@@ -1,0 +1,143 @@
+"""Recurrent state through the client: whole, as it was stored, whatever breaks on the way."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from pion_client import Client
+from pion_client.errors import BadAnswer, InvalidRequest, Unavailable
+from pion_client.states import State
+from tests.client.links import linked
+from tests.conftest import ServerProcess
+
+MIB = 1 << 20
+SIZES = [0, 1, MIB - 1, MIB, MIB + 1, 5 * MIB + 17]
+
+
+def value(size: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def present(state: State | None) -> State:
+    assert state is not None
+    return state
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.address) as client:
+        yield client
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_bit_of_a_state_changes(client: Client, size: int) -> None:
+    data = value(size, size)
+    told: list[tuple[int, int]] = []
+    client.states.store(
+        "bits", size, data, boundary_tokens=100, description="ArraysCache f32", model="m"
+    )
+    found = present(client.states.fetch("bits", size, progress=lambda *done: told.append(done)))
+    assert bytes(found.data) == data
+    assert found[1:4] == (100, "ArraysCache f32", "m")
+    assert found.data.readonly
+    assert told[-1:] == ([(size, size)] if size else [])
+
+
+def test_anything_with_a_buffer_is_a_state(client: Client) -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    client.states.store("buffers", 0, array)
+    assert bytes(present(client.states.fetch("buffers", 0)).data) == array.tobytes()
+    with pytest.raises(InvalidRequest, match="contiguous"):
+        client.states.store("buffers", 0, array[:, ::2])
+    with pytest.raises(InvalidRequest, match="contiguous"):
+        client.states.store("buffers", 0, "text")
+    assert bytes(present(client.states.fetch("buffers", 0)).data) == array.tobytes()
+
+
+def test_a_state_is_replaced_whole_and_dropped_by_layer_or_all(client: Client) -> None:
+    first = client.states.store("drops", 0, b"old")
+    assert client.states.store("drops", 0, b"newer", durability="disk") != first
+    for layer in (1, 2):
+        client.states.store("drops", layer, b"x")
+    assert bytes(present(client.states.fetch("drops", 0)).data) == b"newer"
+    assert client.states.drop("drops", 1) == 1
+    assert client.states.fetch("drops", 1) is None
+    assert client.states.drop("drops") == 2
+    assert client.states.fetch("drops", 0) is None
+    assert client.states.drop("drops") == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "ask"),
+    [
+        ("session", lambda states: states.fetch("", 0)),
+        ("session", lambda states: states.store("s" * 201, 0, b"x")),
+        ("session", lambda states: states.drop(7)),
+        ("layer", lambda states: states.fetch("s", -1)),
+        ("boundary_tokens", lambda states: states.store("s", 0, b"x", boundary_tokens=-1)),
+        ("durability", lambda states: states.store("s", 0, b"x", durability="tape")),
+        ("description", lambda states: states.store("s", 0, b"x", description="d" * 5_000)),
+    ],
+)
+def test_what_cannot_be_a_state_is_refused_by_its_field(
+    client: Client, field: str, ask: Callable[..., object]
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ask(client.states)
+    assert field in refused.value.field
+    assert client.states.fetch("s", 0) is None
+
+
+def test_a_broken_fetch_asks_for_the_rest_only(server: ServerProcess, client: Client) -> None:
+    data = value(40 * MIB)
+    client.states.store("broken", 0, data)
+    with linked(server.address, cut_down=10 * MIB) as link, Client(link.address) as broken:
+        assert bytes(present(broken.states.fetch("broken", 0)).data) == data
+        assert link.connections == 2
+        assert sum(link.down_bytes) < len(data) + 12 * MIB
+
+
+def test_a_state_replaced_between_two_streams_is_never_mixed(
+    server: ServerProcess, client: Client
+) -> None:
+    old, new = value(20 * MIB, 1), value(18 * MIB, 2)
+    client.states.store("mixed", 0, old)
+
+    def replace() -> None:
+        client.states.store("mixed", 0, new)
+
+    with (
+        linked(server.address, cut_down=8 * MIB, on_cut=replace) as link,
+        Client(link.address) as broken,
+    ):
+        assert bytes(present(broken.states.fetch("mixed", 0)).data) == new
+
+
+def test_a_store_that_breaks_is_sent_anew(server: ServerProcess, client: Client) -> None:
+    data = value(20 * MIB, 3)
+    with linked(server.address, cut_up=6 * MIB) as link, Client(link.address) as broken:
+        broken.states.store("again", 0, data)
+        assert link.connections == 2
+    assert bytes(present(client.states.fetch("again", 0)).data) == data
+
+
+def test_a_flipped_bit_is_never_taken_for_a_state(server: ServerProcess, client: Client) -> None:
+    data = value(20 * MIB, 4)
+    client.states.store("flipped", 0, data)
+    with linked(server.address, flip_down=9 * MIB) as link, Client(link.address) as damaged:
+        assert bytes(present(damaged.states.fetch("flipped", 0)).data) == data
+
+
+def test_more_than_is_wanted_is_not_allocated(server: ServerProcess, client: Client) -> None:
+    client.states.store("large", 0, value(MIB + 1, 5))
+    with Client(server.address, fetch_bytes_max=MIB) as small, pytest.raises(BadAnswer):
+        small.states.fetch("large", 0)
+
+
+def test_without_a_server_nothing_hangs(tmp_path: object) -> None:
+    with Client(f"unix:{tmp_path}/nobody", timeout_s=1) as nobody:
+        with pytest.raises(Unavailable):
+            nobody.states.fetch("s", 0)
+        with pytest.raises(Unavailable):
+            nobody.states.store("s", 0, b"x")
