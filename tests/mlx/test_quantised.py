@@ -3,12 +3,14 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from pion_client import Client
 from pion_client.mlx import PionPromptCache
 from pion_grpc.cli.smollm2 import random_llama
 from pion_wire import codecs
+from tests.mlx import families
 
 WAIT_S = 60.0
 LAYERS = 6
@@ -158,3 +160,39 @@ def test_layers_that_are_all_protected_are_raw(client):
         mine.flush(WAIT_S)
         assert (mine.stats()["stored_as"], mine.stats()["fidelity"]) == ("raw F32", "raw")
     assert client.lookup("name").prefix.fidelity == "raw"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba", "lfm2", "mamba"])
+def test_what_is_beside_rows_stays_exact(client, reader, family):
+    model, ids = families.build(family), families.tokens(70)
+    options = {"vquant": "int8"}
+    with PionPromptCache(model, client=client, **options) as first:
+        expected = first.get_or_prefill(ids, "hybrid")
+        assert first.flush(WAIT_S)
+        skipped = first.stats()["skipped"]
+    with PionPromptCache(model, client=reader, **options) as second:
+        cache = second.get_or_prefill(ids, "hybrid")
+        stats = second.stats()
+    assert (stats["hits"], stats["tokens_served"], skipped) == (1, 70, {})
+    lossy, exact = set(), set()
+    for slot, other in zip(cache, expected, strict=True):
+        assert type(slot) is type(other)
+        same = all(
+            np.array_equal(
+                np.asarray(mine.astype(mx.float32)), np.asarray(theirs.astype(mx.float32))
+            )
+            for mine, theirs in zip(arrays(slot), arrays(other), strict=True)
+        )
+        (exact if same else lossy).add(type(slot).__name__)
+    assert lossy <= {"KVCache"}
+    assert ("KVCache" in {type(slot).__name__ for slot in cache}) is bool(lossy)
+    assert client.lookup("hybrid").prefix.fidelity.count("int8") == len(
+        [slot for slot in cache if type(slot).__name__ == "KVCache" and slot.values.shape[-1]]
+    )
+
+
+def arrays(slot):
+    """Every array of a cache, without what it has room for."""
+    if type(slot).__name__ == "KVCache":
+        return slot.keys_and_values()
+    return [array for _, array in tree_flatten(slot.state) if isinstance(array, mx.array)]
