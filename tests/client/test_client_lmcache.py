@@ -89,6 +89,26 @@ def test_layers_come_one_by_one_and_in_any_order(both: ServerProcess, name: str)
                 bad()
 
 
+def test_storing_counts_no_hits(start_server, name: str) -> None:  # type: ignore[no-untyped-def]
+    with PionStore(address=start_server().address) as store:
+        store.store_prefix(name, *(rows(1, LAYERS, 5, KV_DIM) for _ in "kv"))
+        store.owner(name)
+        receipt = store._client.stats()
+    assert (receipt.hits, receipt.misses) == (0, 0)
+
+
+def test_rows_of_a_namespace_that_was_dropped_are_not_written(
+    both: ServerProcess, name: str
+) -> None:
+    with PionStore(address=both.address) as store, PionStore(address=both.address) as other:
+        store.register(name, KV_DIM)
+        other.store_layer(name, "K", 0, 0, rows(1, 5, KV_DIM))  # registered by somebody else
+        store._client.drop(name)
+        with pytest.raises(NotStored):
+            store.store_layer(name, "K", 0, 0, rows(1, 5, KV_DIM))
+        assert not store.lookup(name)
+
+
 def test_layers_of_different_lengths_end_in_zeros(both: ServerProcess, name: str) -> None:
     k = rows(4, LAYERS, TOKENS, KV_DIM)
     with PionStore(address=both.address, vquant="raw") as store:

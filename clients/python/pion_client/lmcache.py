@@ -87,6 +87,9 @@ class PionStore(_Connected):
     ) -> None:
         super().__init__(host, port, address, client, options)
         codecs.parse(vquant)
+        self._layouts: dict[
+            str, Layout
+        ] = {}  # of namespaces that were registered or written to here
         self.vquant = vquant
         self.auto_redirect = auto_redirect
         self.tenant_prefix = tenant_prefix
@@ -108,13 +111,15 @@ class PionStore(_Connected):
             layout = Layout(tuple(_tensor(0, side, kv_dim, codec) for side in Side))
         except LayoutError as error:
             raise ValueError(f"vquant={codec!r}, kv_dim={kv_dim}: {error.message}") from error
-        known = self._info(namespace)
-        if known is None or not known.layout.tensors:
+        self._layouts.pop(namespace, None)
+        try:
             self._client.register(self._name(namespace), layout=layout)
-            return
-        wanted = {(kv_dim, str(codecs.parse(codec)))}
-        if {(t.heads * t.head_dim, t.codec) for t in known.layout.tensors} != wanted:
-            raise LayoutDiffers(f"{namespace!r} is stored otherwise: {known.layout.tensors[0]}")
+        except LayoutDiffers:  # or it has more layers by now
+            known = self._info(namespace)
+            wanted = {(kv_dim, str(codecs.parse(codec)))}
+            if known is None or _forms(known) != wanted:
+                raise
+        self._layouts[namespace] = layout
 
     def lookup(self, namespace: str) -> bool:
         """Whether something is stored there, or declared."""
@@ -150,7 +155,7 @@ class PionStore(_Connected):
             side=which,
             first_row=token_offset,
             rows=rows[np.newaxis],
-            codec=self._codec(namespace, which),
+            codec=self._codec(namespace, layer, which),
         )
 
     def fetch_layer(
@@ -265,8 +270,10 @@ class PionStore(_Connected):
         }
 
     def owner(self, namespace: str) -> int:
-        """0 where something is stored or declared, for any worker has it; else -1."""
-        return 0 if self.lookup(namespace) else -1
+        """0 where something is stored or declared, for any worker has it; else -1. No hit, no miss."""
+        name = self._name(namespace)
+        found = next(self._client.list(name), None)  # its own name is the first that begins so
+        return 0 if found and found.namespace == name else -1
 
     def _name(self, namespace: str) -> str:
         return self.tenant_prefix + namespace
@@ -274,11 +281,16 @@ class PionStore(_Connected):
     def _info(self, namespace: str) -> PrefixInfo | None:
         return self._client.lookup(self._name(namespace)).prefix
 
-    def _codec(self, namespace: str, side: Side) -> str:
-        known = self._info(namespace)
-        if known is None:
-            raise NotStored(f"{namespace!r} is not registered")
-        return next((t.codec for t in known.layout.tensors if t.side is side), self.vquant)
+    def _codec(self, namespace: str, layer: int, side: Side) -> str:
+        """Returns how rows of a layer are stored: as it says, or as others of its side are."""
+        if namespace not in self._layouts:
+            known = self._info(namespace)
+            if known is None:
+                raise NotStored(f"{namespace!r} is not registered")
+            self._layouts[namespace] = known.layout
+        own = [tensor for tensor in self._layouts[namespace].tensors if tensor.side is side]
+        of_layer = [tensor for tensor in own if tensor.slot == layer]
+        return next((tensor.codec for tensor in of_layer + own), self.vquant)
 
 
 class LMCacheRemoteBackend(_Connected):
@@ -366,6 +378,11 @@ def _tensor(slot: int, side: Side, kv_dim: int, codec: str) -> TensorLayout:
     """What the RESP wire makes of rows of this codec, so that both wires write the same prefix."""
     dtype = DType.F16 if codec == "fp16" else DType.F32
     return TensorLayout(slot, side, 1, kv_dim, dtype, codec)
+
+
+def _forms(prefix: PrefixInfo) -> set[tuple[int, str]]:
+    """Returns width and codec of the rows of a prefix."""
+    return {(t.heads * t.head_dim, t.codec) for t in prefix.layout.tensors}
 
 
 def _side(name: str) -> Side:
