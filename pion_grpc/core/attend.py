@@ -9,7 +9,10 @@ same rows, or not at all if they have changed since.
 The one decision: the lock is held for dictionary operations only. What the backend holds lives for as
 long as anybody has a reference, so an entry that is pushed out or replaced while a query runs is
 answered all the same, and nothing waits for arithmetic. The price is room: what is being loaded may
-take as much again as the budget, and no more, because it is reserved before memory is allocated for it.
+take as much again as the budget, and no more, because room is reserved before it is filled. Of a stored
+prefix, which the server reads itself, that is everything at once; of an upload, what has come of it.
+Whoever finds no room waits a while for those that are loading, and prefixes of one session are loaded
+one after the other: who waited finds resident what it was about to load.
 """
 
 import contextlib
@@ -45,6 +48,8 @@ from pion_wire.layout import DType, Side
 Array = npt.NDArray[Any]
 
 LAYER_MAX = (1 << 32) - 1
+ROOM_WAIT_S = 10.0
+"""How long what would fit waits for the room of what is being loaded."""
 
 
 class EntryState(enum.Enum):
@@ -161,14 +166,23 @@ class Attend:
     """All operations on resident K/V; safe to use from many threads."""
 
     def __init__(
-        self, backend: Backend, store: PrefixStore, budget_bytes: int, *, window: int = 0
+        self,
+        backend: Backend,
+        store: PrefixStore,
+        budget_bytes: int,
+        *,
+        window: int = 0,
+        room_wait_s: float = ROOM_WAIT_S,
     ) -> None:
         self.backend = backend
         self.window = window
         """Window of queries that do not name one; 0: all rows."""
         self.budget_bytes = budget_bytes
         self._store = store
-        self._lock = threading.Lock()
+        self._room_wait_s = room_wait_s
+        self._lock = threading.Condition(threading.Lock())
+        """Notified when room or a session becomes free."""
+        self._loading: set[tuple[str, str]] = set()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._cold: OrderedDict[Key, _Record] = OrderedDict()
         self._bytes = 0
@@ -204,9 +218,11 @@ class Attend:
     def store_prefix(self, tenant: str, session: str, source: Source) -> Warmed:
         """Makes the rows of a stored prefix resident: all layers at once, or none of them.
 
-        Entries are what the prefix holds now; they do not follow what happens to it later.
+        Entries are what the prefix holds now; they do not follow what happens to it later. Those that
+        are resident already, of the same rows, are used, not read again.
 
         Raises:
+            InvalidRequest: the prefix does not have a layer that is named.
             NotStored: the prefix has no rows.
             GenerationDiffers: they are of another generation.
             OverBudget: it would not fit with everything else gone.
@@ -230,20 +246,14 @@ class Attend:
             raise NotStored(f"{source.namespace!r} has no rows", namespace=source.namespace)
         with self._store.guarded(reading):
             slots = {reading.layout.tensors[index].slot for index in reading.tensors}
-            layers = list(_layers(reading, source))
+            if absent := sorted(source.layers - slots):
+                raise InvalidRequest("layers", f"{source.namespace!r} has no rows of {absent}")
             origin = _Origin(source.namespace, reading.chain[-1].generation)
-            with self._reserved([layer.shape for layer in layers]):
-                entries = {
-                    Key(tenant, session, layer.layer): _Entry(
-                        self._load(
-                            self._rows(reading, layer.k, layer.shape),
-                            self._rows(reading, layer.v, layer.shape),
-                        ),
-                        origin,
-                    )
-                    for layer in layers
-                }
-                self._admit(entries)
+            layers = {
+                Key(tenant, session, layer.layer): layer for layer in _layers(reading, source)
+            }
+            with self._turn(tenant, session):
+                entries = self._load_missing(reading, origin, layers)
         size = sum(entry.resident.nbytes for entry in entries.values())
         return Warmed(len(entries), len(slots) - len(entries), size)
 
@@ -359,6 +369,40 @@ class Attend:
             raise _cold(key, "its rows are not stored any more")
         return entry.resident
 
+    def _load_missing(
+        self, reading: Reading, origin: _Origin, layers: dict[Key, _Layer]
+    ) -> dict[Key, _Entry]:
+        """Makes layers of an opened prefix resident; reads those only that are not."""
+        self._check_fits([layer.shape for layer in layers.values()])
+        with self._lock:
+            entries = {
+                key: entry
+                for key, layer in layers.items()
+                if (entry := self._entries.get(key)) is not None
+                and (entry.origin, entry.shape) == (origin, layer.shape)
+            }
+        missing = {key: layer for key, layer in layers.items() if key not in entries}
+        with self._reserved([layer.shape for layer in missing.values()]):
+            for key, layer in missing.items():
+                sides = (self._rows(reading, side, layer.shape) for side in (layer.k, layer.v))
+                entries[key] = _Entry(self._load(*sides), origin)
+            self._admit(entries)
+        return entries
+
+    @contextlib.contextmanager
+    def _turn(self, tenant: str, session: str) -> Iterator[None]:
+        """Lets one at a time load a prefix into a session."""
+        name = tenant, session
+        with self._lock:
+            self._lock.wait_for(lambda: name not in self._loading)
+            self._loading.add(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loading.remove(name)
+                self._lock.notify_all()
+
     def _rows(self, reading: Reading, position: int, shape: Shape) -> Array:
         """Reads a tensor, head-major; in the backend's own type where it is stored in that."""
         dtype = reading.served_layout.tensors[position].dtype
@@ -387,13 +431,15 @@ class Attend:
     @contextlib.contextmanager
     def _reserved(self, shapes: Sequence[Shape]) -> Iterator[None]:
         """Holds room for what is being loaded."""
-        size = self._reserve(shapes)
+        size = self._check_fits(shapes)
+        self._reserve(size)
         try:
             yield
         finally:
             self._release(size)
 
-    def _reserve(self, shapes: Sequence[Shape]) -> int:
+    def _check_fits(self, shapes: Sequence[Shape]) -> int:
+        """Returns the bytes of entries; raises unless they would fit with everything else gone."""
         if any(min(shape) < 1 for shape in shapes):
             raise InvalidRequest("rows", "heads, rows and head_dim are at least 1 each")
         if len(shapes) > limits.ATTEND_ENTRIES_MAX:
@@ -402,20 +448,31 @@ class Attend:
             )
         itemsize = 2 if self.backend.dtype == "f16" else 4
         size = sum(2 * shape.values * itemsize for shape in shapes)
-        with self._lock:
-            if self._loading_bytes + size > self.budget_bytes:
-                raise OverBudget(
-                    f"{size} bytes do not fit into the resident budget of {self.budget_bytes}, of which "
-                    f"{self._loading_bytes} are being loaded: raise --resident-budget",
-                    needed_bytes=size,
-                    budget_bytes=self.budget_bytes,
-                )
-            self._loading_bytes += size
+        if size > self.budget_bytes:
+            raise self._over_budget(size, "raise --resident-budget")
         return size
+
+    def _reserve(self, size: int) -> None:
+        """Takes room, and waits for it if others are loading."""
+        with self._lock:
+            free = self._lock.wait_for(
+                lambda: self._loading_bytes + size <= self.budget_bytes, self._room_wait_s
+            )
+            if not free:
+                raise self._over_budget(size, f"{self._loading_bytes} are being loaded")
+            self._loading_bytes += size
 
     def _release(self, size: int) -> None:
         with self._lock:
             self._loading_bytes -= size
+            self._lock.notify_all()
+
+    def _over_budget(self, size: int, why: str) -> OverBudget:
+        return OverBudget(
+            f"{size} bytes do not fit into the resident budget of {self.budget_bytes}: {why}",
+            needed_bytes=size,
+            budget_bytes=self.budget_bytes,
+        )
 
     def _admit(self, entries: dict[Key, _Entry]) -> None:
         """Makes entries the most recently used ones, and pushes out what does not fit beside them."""
@@ -449,7 +506,8 @@ class Upload:
         check_key(key)
         self._attend = attend
         self._key = key
-        self._size = attend._reserve([shape])
+        self._size = attend._check_fits([shape])
+        attend._reserve(self._size)
         try:
             self._sides = [np.empty(shape, np.float32) for _ in range(2)]
         except MemoryError:

@@ -70,6 +70,7 @@ def make(store: PrefixStore) -> Iterator[Callable[..., Attend]]:
     made: list[Attend] = []
 
     def attend(budget_bytes: int = 1 << 24, backend: Backend | None = None, **more: Any) -> Attend:
+        more = {"room_wait_s": 0} | more
         made.append(Attend(backend or create("numpy"), store, budget_bytes, **more))
         return made[-1]
 
@@ -579,6 +580,17 @@ def test_only_the_layers_asked_for_become_resident(store: PrefixStore, attend: A
     assert_answers(attend, "s", rows, 3)
 
 
+def test_a_layer_that_the_prefix_does_not_have_is_not_passed_over(
+    store: PrefixStore, attend: Attend
+) -> None:
+    put(store, "p", random_rows("p"))
+    for layers in ({9}, {0, 9}):
+        source = Source("p", layers=frozenset(layers))
+        error = refused("layers", lambda source=source: attend.store_prefix("", "s", source))  # type: ignore[misc]
+        assert "[9]" in str(error)
+    assert states(attend, "s") == [MISSING, MISSING]
+
+
 def test_rows_of_another_generation_do_not_become_resident(
     store: PrefixStore, attend: Attend
 ) -> None:
@@ -868,6 +880,111 @@ class SlowBackend:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class SlowLoader:
+    """Counts what is loaded, and makes the first of it wait."""
+
+    name = "slow"
+    dtype = "f32"
+
+    def __init__(self) -> None:
+        self._inner = create("numpy")
+        self.loads = 0
+        self.begun = threading.Event()
+        self.go = threading.Event()
+
+    def load(self, k: Array, v: Array) -> Resident:
+        self.loads += 1
+        self.begun.set()
+        assert self.go.wait(30)
+        return self._inner.load(k, v)
+
+    def attend(self, resident: Resident, query: Query) -> Answer:
+        return self._inner.attend(resident, query)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def in_threads(*work: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=one) for one in work]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_a_herd_over_one_prefix_does_not_load_it_twice_nor_is_it_refused(
+    store: PrefixStore, make: Callable[..., Attend]
+) -> None:
+    rows = put(store, "p", random_rows("p"))
+    backend = SlowLoader()
+    attend = make(4 * rows[0][0].nbytes, backend)  # room for it once
+    came = threading.Semaphore(0)
+    warmed: list[Warmed] = []
+
+    def warm() -> None:
+        came.release()
+        warmed.append(attend.store_prefix("", "s", Source("p")))
+
+    threads = in_threads(*[warm] * 8)
+    for _ in threads:
+        assert came.acquire(timeout=30)
+    backend.go.set()
+    for thread in threads:
+        thread.join()
+    assert warmed == [(2, 0, 4 * rows[0][0].nbytes)] * 8
+    assert backend.loads == 2, "one per layer"
+    assert_answers(attend, "s", rows, 1)
+
+
+def test_what_is_resident_of_other_rows_is_not_taken_for_the_prefix(
+    store: PrefixStore, attend: Attend
+) -> None:
+    rows = put(store, "p", random_rows("p"))
+    upload(attend, "s", random_rows("uploaded"))
+    attend.store_prefix("", "s", Source("p"))
+    assert_answers(attend, "s", rows)
+    changed = put(store, "p", random_rows("changed"), replace=True)
+    attend.store_prefix("", "s", Source("p"))
+    assert_answers(attend, "s", changed)
+    other = put(store, "other", random_rows("another name"))
+    attend.store_prefix("", "s", Source("other"))
+    assert_answers(attend, "s", other)
+
+
+def test_prefixes_that_fit_one_by_one_are_not_refused_for_coming_at_once(
+    store: PrefixStore, make: Callable[..., Attend]
+) -> None:
+    names = ["a", "b"]
+    rows = {name: put(store, name, random_rows(name)) for name in names}
+    backend = SlowLoader()
+    attend = make(6 * rows["a"][0][0].nbytes, backend, room_wait_s=30)
+    warmed: list[Warmed] = []
+
+    def warm(name: str) -> None:
+        warmed.append(attend.store_prefix("", name, Source(name)))
+
+    (first,) = in_threads(lambda: warm("a"))
+    assert backend.begun.wait(30)
+    (second,) = in_threads(lambda: warm("b"))
+    second.join(0.1)  # time to be refused, if it is
+    backend.go.set()
+    for thread in (first, second):
+        thread.join()
+    assert len(warmed) == 2
+    assert_answers(attend, "b", rows["b"])
+
+
+def test_a_load_that_fails_does_not_take_along_who_waits_for_it(
+    store: PrefixStore, make: Callable[..., Attend]
+) -> None:
+    put(store, "p", random_rows("p"))
+    attend = make(backend=create("numpy", "f16"))
+    huge = put(store, "huge", [(k * 1e6, v) for k, v in random_rows("huge")])
+    assert len(huge) == 2
+    refused("k", lambda: attend.store_prefix("", "s", Source("huge")))
+    assert attend.store_prefix("", "s", Source("p")).layers == 2
 
 
 @pytest.mark.parametrize("how", ["dropped", "replaced", "pushed out"])
