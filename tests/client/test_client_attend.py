@@ -17,6 +17,7 @@ from pion_client.errors import (
     ClientClosed,
     Cold,
     DeadlineExceeded,
+    GenerationDiffers,
     InvalidRequest,
     NotStored,
     NotSupported,
@@ -209,6 +210,21 @@ def test_what_is_said_of_entries_is_true(client: Client) -> None:
     with pytest.raises(NotStored) as caught:
         client.attend_query("entries", 1, normal("q", 2, 1, 16))
     assert caught.value.reason == "MISSING"
+
+
+def test_rows_of_another_generation_are_not_made_resident(client: Client) -> None:
+    store_prefix(client, "pinned")
+    (prefix,) = client.list("pinned")
+    client.warm("pinned", generation=prefix.generation, rows=30)
+    assert client.attend_lookup("pinned", [0])[0].rows == 30
+    client.store(
+        "pinned", layers=[(V[:, :40], K[:, :40])] * 2, token_ids=IDS[::-1], model="m", replace=True
+    )
+    with pytest.raises(GenerationDiffers):
+        client.warm("pinned", generation=prefix.generation)
+    q = normal("pinned", 2, 1, 16)
+    want = reference(K[:, :30], V[:, :30], Dense(q=q)).out
+    np.testing.assert_allclose(client.attend_query("pinned", 1, q), want, rtol=0, atol=1e-5)
 
 
 def test_what_cannot_be_made_resident_says_why(client: Client) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pion_client import BlockTable, Client, Part, Prefix, PrefixState
 from pion_client.errors import (
+    GenerationDiffers,
     InvalidRequest,
     LayoutDiffers,
     NotStored,
@@ -226,6 +227,16 @@ def test_rows_beyond_the_end_are_an_error(local: Client, road: Fetch, name: str)
     local.store(name, layers=random_layers(16, 20), token_ids=tokens(20), model=MODEL)
     with pytest.raises(RowsOutOfRange):
         road(name, rows=(0, 21))
+
+
+def test_rows_of_another_generation_never_come(local: Client, road: Fetch, name: str) -> None:
+    layers, others = random_layers(1, 5), random_layers(20, 5)
+    first = local.store(name, layers=layers, token_ids=tokens(5), model=MODEL)
+    assert_same(present(road(name, generation=first.generation)).layers, layers)
+    second = local.store(name, layers=others, token_ids=tokens(5, 1), model=MODEL, replace=True)
+    with pytest.raises(GenerationDiffers):
+        road(name, generation=first.generation)
+    assert_same(present(road(name, generation=second.generation)).layers, others)
 
 
 def test_a_leased_prefix_outlives_its_name(local: Client, road: Fetch, name: str) -> None:

@@ -6,6 +6,7 @@ meets binary16. Only rows that were stored lossily are decoded, to float32, a te
 arrived.
 """
 
+import operator
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from pion_wire import codecs
 from pion_wire.codecs import ArrayLayout
 from pion_wire.layout import DType, Layout, LayoutError, Side, TensorLayout
 
+U32_MAX, U64_MAX = (1 << 32) - 1, (1 << 64) - 1
 _BITS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
@@ -43,15 +45,19 @@ def text(field: str, value: str) -> str:
     return value
 
 
-def count(field: str, value: int, most: int = 0xFFFF_FFFF) -> int:
+def count(field: str, value: int, most: int = U32_MAX) -> int:
     """Returns a number that can be sent.
 
     Raises:
-        InvalidRequest: it is below 0, or too large for its field.
+        InvalidRequest: it is no whole number, below 0, or too large for its field.
     """
-    if not 0 <= value <= most:
-        raise invalid(field, f"{value} is outside 0..{most}")
-    return value
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise invalid(field, f"{value!r} is no whole number") from error
+    if not 0 <= number <= most:
+        raise invalid(field, f"{number} is outside 0..{most}")
+    return number
 
 
 def mlx_core() -> Any:

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 from crc32c import crc32c
 
-from pion_client.arrays import invalid, mlx_core, text
+from pion_client.arrays import U64_MAX, count, invalid, mlx_core, text
 from pion_client.attend_streams import AttendStreams
 from pion_client.calls import Calls
 from pion_client.connection import TRIES_MAX, Deadline, Watchdog, retried
@@ -117,11 +117,18 @@ class Attending:
         heads: int,
         head_dim: int,
         layers: Sequence[int],
+        generation: int,
+        rows: int,
         timeout_s: float | None,
     ) -> Warmed:
         """Makes a stored prefix resident."""
         source = pb.AttendFromPrefix(
-            namespace=text("namespace", namespace), heads=heads, head_dim=head_dim, layers=layers
+            namespace=text("namespace", namespace),
+            heads=count("heads", heads),
+            head_dim=count("head_dim", head_dim),
+            layers=[count("layers", layer) for layer in layers],
+            generation=count("generation", generation, U64_MAX),
+            rows=count("rows", rows, U64_MAX),
         )
         self.follow(session, namespace)
         header = pb.AttendStoreHeader(session=text("session", session), from_prefix=source)
@@ -250,6 +257,8 @@ class AttendMixin:
         heads: int = 0,
         head_dim: int = 0,
         layers: Sequence[int] = (),
+        generation: int = 0,
+        rows: int = 0,
         timeout_s: float | None = None,
     ) -> Warmed:
         """Makes the rows of a stored prefix resident; no row crosses the wire.
@@ -260,14 +269,19 @@ class AttendMixin:
             heads: K/V heads or, on a grouped model, query heads; 0: as stored.
             head_dim: 0: as stored.
             layers: only these; by default all.
+            generation: only if the rows are still of it; 0: whatever there is.
+            rows: only so many from the first one; 0: all.
             timeout_s: by default a minute.
 
         Raises:
             NotStored: there is no such prefix, or it has no rows.
+            GenerationDiffers: it has other rows than those of the generation.
             OverBudget: it does not fit; what is resident stays.
         """
         session = namespace if session is None else session
-        return self.attending.warm(namespace, session, heads, head_dim, layers, timeout_s)
+        return self.attending.warm(
+            namespace, session, heads, head_dim, layers, generation, rows, timeout_s
+        )
 
     def attend_lookup(
         self, session: str, layers: Sequence[int], *, timeout_s: float | None = None

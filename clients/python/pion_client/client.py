@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 
 from pion_client import answers
-from pion_client.arrays import count, invalid, mlx_core, text
+from pion_client.arrays import U64_MAX, count, invalid, mlx_core, text
 from pion_client.attend import Attending, AttendMixin
 from pion_client.calls import Calls
 from pion_client.connection import Connection, retried
@@ -457,6 +457,7 @@ class Client(AttendMixin):
         lease_id: bytes = b"",
         rows: tuple[int, int] | None = None,
         slots: Sequence[int] | None = None,
+        generation: int = 0,
         as_mlx: bool = False,
         codecs: Sequence[str] = (),
         part_kinds: Sequence[str] = (),
@@ -475,6 +476,7 @@ class Client(AttendMixin):
             lease_id: instead of the name: what `match` or `lookup` gave.
             rows: only these, half-open; an end of 0 is the last row.
             slots: only these.
+            generation: only if the rows are still of it; 0: whatever there is.
             as_mlx: MLX arrays, evaluated, instead of NumPy's.
             codecs: what is stored with one of these comes as it is stored, an `Encoded`; all else that
                 was stored lossily comes decoded, float32. A name without parameters, such as
@@ -487,6 +489,7 @@ class Client(AttendMixin):
 
         Raises:
             RowsOutOfRange: the prefix has fewer rows.
+            GenerationDiffers: it has other rows than those of the generation.
             Forked: MLX arrays are wanted in a process forked from one that has imported MLX.
             BadAnswer: the server announced more than `fetch_bytes_max`, or contradicted itself.
             Unavailable, DeadlineExceeded: the server cannot be reached, or not in time.
@@ -500,6 +503,7 @@ class Client(AttendMixin):
             lease_id=lease_id,
             rows=_row_range(rows) if rows is not None else None,
             slots=[count("slots", slot) for slot in slots or ()],
+            generation=count("generation", generation, U64_MAX),
             codecs=FAMILIES,  # decoded here: fewer bytes cross the wire
             part_kinds=part_kinds,
         )

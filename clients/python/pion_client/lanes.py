@@ -10,7 +10,7 @@ from typing import Literal
 from pion_client.arrays import Layers
 from pion_client.calls import Calls
 from pion_client.connection import Deadline, retried
-from pion_client.errors import NotStored, NotSupported
+from pion_client.errors import GenerationDiffers, NotStored, NotSupported
 from pion_client.export import LEASE_MS, CannotExport, Exported, check_readable
 from pion_client.fetching import Announced, Progress, Reception
 from pion_client.receiving import receive_whole
@@ -47,6 +47,7 @@ class Lanes:
 
         Raises:
             NotStored, DataCorrupt: there is nothing any more.
+            GenerationDiffers: there is something else.
             As `Client.fetch` does.
         """
         because = self._stream_because
@@ -90,6 +91,7 @@ class Lanes:
             keep=keep,
         )
         try:
+            _check_generation(asked, exported.announced)
             if self._verify:
                 exported.verify()
             layers = exported.layers(as_mlx=as_mlx, progress=progress)
@@ -137,6 +139,14 @@ class Lanes:
             return None
         layers, parts = reception.layers(), reception.parts()
         return _prefix(reception.announced, reception.layout, layers, parts, "stream", because)
+
+
+def _check_generation(asked: pb.PrefixStoreFetchRequest, announced: Announced) -> None:
+    there = announced.prefix.generation
+    if asked.generation not in (0, there):
+        raise GenerationDiffers(
+            f"{announced.prefix.namespace!r} is of generation {there}, not {asked.generation}"
+        )
 
 
 def _prefix(
