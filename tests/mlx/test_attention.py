@@ -1,5 +1,6 @@
 """Attention over prefixes on the server, through mlx-lm: what a model writes must not change by it."""
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -14,14 +15,14 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 
 from pion_client import AttendState, Client, attention
 from pion_client.caches import UnsupportedCache
-from pion_client.errors import NotStored, OverBudget
+from pion_client.errors import Cold, NotStored, NotSupported, OverBudget
 from pion_client.mlx import (
     PionPromptCache,
     install_pion_attention_patch,
     make_pion_prompt_cache,
     uninstall_pion_attention_patch,
 )
-from pion_client.residency import Kept, NotResident, Residency
+from pion_client.residency import Kept, NotResident, Residency, session_name
 from pion_grpc.backends import Dense
 from pion_grpc.backends.reference import attend as reference
 from pion_grpc.cli.decode import greedy
@@ -71,6 +72,7 @@ def served(monkeypatch):
 def client(server):
     with Client(server.address) as client:
         client.drop(*(prefix.namespace for prefix in client.list()))
+        client.attend_drop(session_name("prefix"))
         yield client
 
 
@@ -106,9 +108,14 @@ def begun(model, client, ids=None, name="prefix"):
     return prompt_cache
 
 
-def resident(client, prompt_cache, name="prefix", layers=2):
-    session = prompt_cache.residency.session_of(name)
-    entries = client.attend_lookup(session, range(layers))
+def session_of(client, name="prefix"):
+    """The session of what is stored under a name now."""
+    prefix = client.lookup(name).prefix
+    return session_name(name, prefix.generation, prefix.token_count)
+
+
+def resident(client, name="prefix", layers=2):
+    entries = client.attend_lookup(session_of(client, name), range(layers))
     return [entry.state is AttendState.RESIDENT for entry in entries]
 
 
@@ -236,24 +243,24 @@ def test_a_second_process_sends_queries_and_fetches_nothing(server, client, mode
 def test_rows_without_residency_are_not_prefilled_again(client, served, model):
     with begun(model, client) as first:
         assert first.attend_drop("prefix") == 2
-        assert resident(client, first) == [False, False]
+        assert resident(client) == [False, False]
     with PionPromptCache(model, client=client, stage2=True) as second:
         cache = second.get_or_prefill(IDS, "prefix")
-        assert resident(client, second) == [True, True]
+        assert resident(client) == [True, True]
         assert greedy(model, QUESTION, cache, 50).ids == alone(model)
         assert second.stats()["tokens_prefilled"] == 0
         second.attend_drop("prefix")
         assert second.lookup("prefix")
-        assert resident(client, second) == [True, True]
+        assert resident(client) == [True, True]
         assert not second.lookup("nothing")
 
 
 def test_one_layer_that_is_not_resident_is_noticed(client, served, model):
     with begun(model, client) as prompt_cache:
-        session = prompt_cache.residency.session_of("prefix")
+        session = session_of(client)
         client.attend_drop(session, 1)
         assert prompt_cache.lookup("prefix")
-        assert resident(client, prompt_cache) == [True, True]
+        assert resident(client) == [True, True]
 
 
 def test_without_the_patch_a_hit_is_fetched_and_the_rows_are_resident_all_the_same(
@@ -267,7 +274,7 @@ def test_without_the_patch_a_hit_is_fetched_and_the_rows_are_resident_all_the_sa
         assert {type(slot) for slot in cache} == {KVCache}
         assert greedy(model, QUESTION, cache, 50).ids == alone(model)
         assert second.stats()["lane"] in ("export", "stream")
-        assert resident(client, second) == [True, True]
+        assert resident(client) == [True, True]
 
 
 def test_rows_at_hand_are_not_prefilled_again_when_the_server_has_lost_them(client, model):
@@ -325,21 +332,20 @@ def test_a_name_that_others_use_for_other_tokens_is_not_attended_to(
 def test_a_prefix_that_grows_does_not_change_what_is_written(client, served, model):
     with begun(model, client) as prompt_cache:
         cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS))
-        session = prompt_cache.residency.session_of("prefix")
+        session = session_of(client)
         more = np.ones((2, 8, 16), np.float32)
 
         def grow():
             for slot in range(2):
                 for side in "kv":
                     client.write_rows("prefix", slot=slot, side=side, first_row=150, rows=more)
-            other = PionPromptCache(model, client=client)
-            assert other.warm("prefix") == 2
-            assert other.residency.session_of("prefix") != session
+            assert PionPromptCache(model, client=client).warm("prefix") == 2
+            assert session_of(client) != session
             assert client.attend_lookup(session, [0])[0].rows == 150
             client.attend_drop(session)
 
         assert interrupted(model, cache, 10, grow) == by_hand(model, 10)
-        assert prompt_cache.stats()["attend"]["reason"] == "not_resident"
+        assert prompt_cache.stats()["lane"] == "stream"  # of 158 rows the server shows it 150
 
 
 def test_kept_rows_do_not_exceed_their_budget(client):
@@ -401,8 +407,12 @@ def interrupted(model, cache, count, accident):
     return written
 
 
+def by_hand_over(model, cache, count):
+    return list(steps(model, cache, count))
+
+
 def by_hand(model, count, ids=None):
-    return list(steps(model, prefilled(model, ids), count))
+    return by_hand_over(model, prefilled(model, ids), count)
 
 
 def test_an_entry_that_went_cold_comes_back_and_nobody_notices(start_server, served, model):
@@ -415,7 +425,7 @@ def test_an_entry_that_went_cold_comes_back_and_nobody_notices(start_server, ser
             rows = np.zeros((2, 150, 16), np.float32)
             client.attend_store("another", 0, rows, rows)
             client.attend_store("another", 1, rows, rows)
-            assert resident(client, prompt_cache) == [False, False]
+            assert resident(client) == [False, False]
 
         assert interrupted(model, cache, 10, push_out) == by_hand(model, 10)
         assert prompt_cache.cold_rehydrates_observed == 1
@@ -454,23 +464,101 @@ def test_a_server_that_dies_costs_a_prefill_and_no_token(start_server, served, m
 def test_a_prefix_replaced_meanwhile_does_not_change_what_is_written(client, served, model):
     with begun(model, client) as prompt_cache:
         cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS))
-        others = prefilled(model, tokens(150, seed=9))
-        session = prompt_cache.residency.session_of("prefix")
 
-        def replace():
-            client.store(
-                "prefix",
-                layers=[(slot.keys[0, :, :150], slot.values[0, :, :150]) for slot in others],
-                token_ids=tokens(150, seed=9),
-                model=client.lookup("prefix").prefix.model,
-                replace=True,
-            )
-            client.warm("prefix")
-            client.attend_drop(session)  # as if the server had needed the room
+        def replaced():
+            replace(model, client)
 
-        assert interrupted(model, cache, 10, replace) == by_hand(model, 10)
+        assert interrupted(model, cache, 10, replaced) == by_hand(model, 10)
         stats = prompt_cache.stats()
-        assert (stats["lane"], stats["attend"]["reason"]) == ("in-process", "not_resident")
+        assert (stats["lane"], stats["attend"]["reason"]) == ("in-process", "generation")
+
+
+OTHERS = tokens(150, seed=9)
+
+
+def replace(model, client):
+    """Stores other tokens under the name, and lets the server forget what it held of it."""
+    session = session_of(client)
+    client.store(
+        "prefix",
+        layers=[
+            (slot.keys[0, :, :150], slot.values[0, :, :150]) for slot in prefilled(model, OTHERS)
+        ],
+        token_ids=OTHERS,
+        model=client.lookup("prefix").prefix.model,
+        replace=True,
+    )
+    with contextlib.suppress(NotSupported):
+        client.attend_drop(session)
+
+
+HIDING = mx.arange(153)[None] > mx.arange(3)[:, None] + 9
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["pushed out", "hidden by a mask"])
+def test_who_knows_only_a_name_does_not_go_on_with_what_has_taken_it(client, served, model, hidden):
+    with begun(model, client), PionPromptCache(model, client=client, stage2=True) as second:
+        cache = make_pion_prompt_cache(model, "prefix", second, len(IDS))
+        q, k, v = given()
+        attended = cache[0].update_and_fetch(k, v)
+        if not hidden:
+            base.scaled_dot_product_attention(q, *attended, cache[0], 0.25, "causal")
+        replace(model, client)
+        mask = HIDING if hidden else "causal"
+        with pytest.raises(NotStored, match="not known"):
+            base.scaled_dot_product_attention(q, *attended, cache[0], 0.25, mask)
+
+
+def test_who_wants_something_else_under_a_name_by_now_goes_on_with_what_it_had(
+    client, served, model
+):
+    with begun(model, client) as prompt_cache:
+        cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS))
+        by_hit = prompt_cache.get_or_prefill(IDS, "prefix")
+
+        def replaced():
+            replace(model, client)
+            prompt_cache.get_or_prefill(OTHERS, "prefix")
+
+        assert interrupted(model, cache, 10, replaced) == by_hand(model, 10)
+        assert by_hand_over(model, by_hit, 10) == by_hand(model, 10)
+        others = make_pion_prompt_cache(model, "prefix", prompt_cache, len(OTHERS))
+        assert by_hand_over(model, others, 10) == by_hand(model, 10, OTHERS)
+
+
+def test_rows_of_a_generation_are_fetched_as_long_as_they_are_stored(client, served, model):
+    """By who knows only the name: nothing has changed, so nothing must be refused."""
+    with begun(model, client), PionPromptCache(model, client=client, stage2=True) as second:
+        cache = make_pion_prompt_cache(model, "prefix", second, len(IDS))
+        q, k, v = given()
+        got = base.scaled_dot_product_attention(
+            q, *cache[0].update_and_fetch(k, v), cache[0], 0.25, HIDING
+        )
+        want = expected(model, q, k, v, HIDING)
+        np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("attend", ["auto", "off"])
+def test_rows_fetched_by_name_do_not_outlive_what_the_name_means(start_server, model, attend):
+    server = start_server("--attend", attend)
+    with (
+        Client(server.address) as client,
+        begun(model, client),
+        PionPromptCache(model, client=client, stage2=True) as second,
+    ):
+        second.rows_for("prefix", len(IDS))
+
+        def written():
+            cache = make_pion_prompt_cache(model, "prefix", second, len(IDS))
+            return by_hand_over(model, cache, 10)
+
+        assert written() == by_hand(model, 10)
+        assert second.stats()["lane"] == "in-process"
+        replace(model, client)
+        assert written() == by_hand(model, 10, OTHERS)
+        client.drop("prefix")
+        with pytest.raises(NotStored):
+            written()
 
 
 def test_a_server_without_attend_is_no_worse_than_one_that_only_stores(start_server, served, model):
@@ -808,10 +896,59 @@ def test_what_is_uploaded_by_hand_never_passes_for_a_stored_prefix(client, serve
         got = prompt_cache.attend_query("prefix", 0, q)
         np.testing.assert_allclose(got, reference(other, other, Dense(q=q)).out, atol=1e-5)
         assert greedy(model, QUESTION, cache, 20).ids == alone(model, count=20)
-        assert prompt_cache.attend_drop("prefix") == 1
-        # What it falls back on is what is stored, and says so by its rows.
+        assert prompt_cache.attend_drop("prefix") == 1 + 2
+        # Now the name means what is stored again.
         got = prompt_cache.attend_query("prefix", 0, q)
         np.testing.assert_allclose(got, reference(*rows_of(model), Dense(q=q)).out, atol=1e-5)
+
+
+def test_a_query_of_another_layer_does_not_change_what_one_is_about(client, model):
+    other = np.random.default_rng(5).standard_normal((2, 20, 16), np.float32)
+    q = np.random.default_rng(3).standard_normal((2, 1, 16), np.float32)
+    with begun(model, client) as prompt_cache:
+        prompt_cache.attend_store("prefix", 0, other, other)
+        for layer, rows in ((0, (other, other)), (1, rows_of(model, 1)), (0, (other, other))):
+            got = prompt_cache.attend_query("prefix", layer, q)
+            np.testing.assert_allclose(got, reference(*rows, Dense(q=q)).out, atol=1e-5)
+
+
+def test_uploaded_rows_that_are_gone_are_not_replaced_by_stored_ones(start_server, model):
+    server = start_server("--resident-budget", str(2 * 2 * 2 * 16 * 150 * 4))
+    rows, q = np.zeros((2, 150, 16), np.float32), np.zeros((2, 1, 16), np.float32)
+    with Client(server.address) as client, begun(model, client) as prompt_cache:
+        prompt_cache.attend_store("prefix", 0, rows, rows)
+        for layer in range(2):
+            client.attend_store("another", layer, rows, rows)
+        with pytest.raises(Cold):
+            prompt_cache.attend_query("prefix", 0, q)
+        with pytest.raises(OverBudget):
+            prompt_cache.attend_store("prefix", 1, *([np.zeros((2, 500, 16), np.float32)] * 2))
+        got = prompt_cache.attend_query("prefix", 1, q)  # refused, it changed nothing
+        np.testing.assert_allclose(got, reference(*rows_of(model, 1), Dense(q=q)).out, atol=1e-5)
+
+
+def test_queries_by_namespace_do_not_outlive_what_it_means(client, model):
+    q = np.random.default_rng(3).standard_normal((2, 1, 16), np.float32)
+    with begun(model, client), PionPromptCache(model, client=client) as second:
+        second.warm("prefix")
+        for ids in (IDS, OTHERS):
+            k, v = (np.asarray(a[0]) for a in prefilled(model, ids)[0].keys_and_values())
+            got = second.attend_query("prefix", 0, q)
+            np.testing.assert_allclose(got, reference(k, v, Dense(q=q)).out, atol=1e-5)
+            replace(model, client)
+        client.drop("prefix")
+        with pytest.raises(NotStored):
+            second.attend_query("prefix", 0, q)
+
+
+def test_nothing_that_others_made_resident_survives_a_drop(client, model):
+    rows = np.zeros((2, 20, 16), np.float32)
+    with begun(model, client) as first, PionPromptCache(model, client=client) as second:
+        first.attend_store("prefix", 0, rows, rows)
+        assert resident(client) == [True, True]
+        assert second.attend_drop("prefix") == 1 + 2
+        assert resident(client) == [False, False]
+        assert second.attend_drop("prefix") == 0
 
 
 def test_a_query_about_nothing_is_an_error(client, model):

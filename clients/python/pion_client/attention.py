@@ -63,13 +63,13 @@ class PromptCache(Protocol):
     residency: Residency
 
     def at_hand(self, namespace: str, token_count: int) -> Kept | None:
-        """Returns the rows of a prefix, if this process has them."""
+        """Returns the rows of a prefix, if this process has them and the name still means them."""
 
     def session_for(self, namespace: str, token_count: int) -> Session:
         """Returns the resident rows of a prefix, made resident if need be."""
 
-    def rows_for(self, namespace: str, token_count: int) -> Kept:
-        """Returns the rows of a prefix, from wherever they are."""
+    def rows_for(self, namespace: str, token_count: int, session: Session | None = None) -> Kept:
+        """Returns the rows of a prefix, from wherever they are: of a session, those and no others."""
 
 
 def install_pion_attention_patch() -> None:
@@ -194,9 +194,9 @@ class ServedPrefix:
         """Brings the rows here, because the server cannot attend to them.
 
         Raises:
-            PionError: they are nowhere.
+            NotStored: they are nowhere; what has taken their name meanwhile is not used.
         """
-        self.kept = self._prompt_cache.rows_for(self._namespace, self.token_count)
+        self.kept = self._prompt_cache.rows_for(self._namespace, self.token_count, self._session)
         self.residency.reason = reason
 
     def summary(self, layer: int) -> mx.array:

@@ -321,9 +321,22 @@ class PionPromptCache(AttendByNamespace):
         return 2 if PASSES * layers * call_ms < fetch_ms else 1
 
     def at_hand(self, namespace: str, token_count: int) -> Kept | None:
-        """Returns the rows of a prefix that this object has prefilled or fetched, if it still has."""
+        """Returns the rows of a prefix that this object has prefilled or fetched, if it still has.
+
+        If it was never told which tokens it wants under the name, the server is asked whether it
+        still holds those; a server that does not answer leaves them as they were.
+        """
+        if token_ids := self._ids_of(namespace, token_count):
+            return self._kept_of(namespace, token_ids)
         kept = self.residency.kept(namespace, token_count)
-        return kept if kept and kept.model_id == self._facts().model_id else None
+        if kept is None or self._kept_of(namespace, kept.token_ids) is None:
+            return None
+        try:
+            with self._exchange.answering():
+                held = self._exchange.look_up(namespace, self._facts(), kept.token_ids)
+        except Unanswered:
+            return kept
+        return kept if held.hit else None
 
     def session_for(self, namespace: str, token_count: int) -> Session:
         """Returns the resident rows of a stored prefix, made resident if need be.
@@ -347,32 +360,50 @@ class PionPromptCache(AttendByNamespace):
                     raise NotResident(
                         f"{namespace!r} has {found.prefix.token_count} tokens, not {token_count}"
                     )
-                return self.residency.ensure(found.prefix)
+                session = self.residency.ensure(found.prefix)
+                return session._replace(token_ids=token_ids or b"")
         except Unanswered as why:
             if isinstance(why.__cause__, PionError):
                 raise why.__cause__ from None
             raise Unavailable(f"the server is not asked: {why}") from None
 
-    def rows_for(self, namespace: str, token_count: int) -> Kept:
+    def rows_for(self, namespace: str, token_count: int, session: Session | None = None) -> Kept:
         """Returns the rows of a prefix: at hand, fetched, or computed once more.
 
+        Those of a session are no others than were resident in it, whatever the name means by now:
+        their tokens prove it or, where these are not known, their generation.
+
         Raises:
-            NotStored: they are nowhere, and their tokens are not known.
+            NotStored: they are nowhere any more, and their tokens are not known.
         """
-        if kept := self.at_hand(namespace, token_count):
+        if session is None:
+            token_ids = self._ids_of(namespace, token_count) or b""
+            kept = self.at_hand(namespace, token_count)
+        else:
+            token_ids = session.token_ids
+            kept = self._kept_of(namespace, token_ids) if token_ids else None
+        if kept:
             return kept
         cache = self._make_cache(self._model)
-        token_ids = self._ids_of(namespace, token_count)
         try:
             with self._exchange.answering():
-                prefix = self._client.fetch(namespace, rows=(0, token_count), as_mlx=True, tries=1)
+                prefix = self._client.fetch(
+                    namespace,
+                    rows=(0, token_count),
+                    generation=session.info.generation if session and not token_ids else 0,
+                    as_mlx=True,
+                    tries=1,
+                )
             ids = token_ids or (prefix.packed_token_ids if prefix else b"")
             if prefix and not put_back(cache, prefix, ids, self._facts()):
                 return self._kept(cache, namespace, ids)
         except Unanswered:
             pass
         if not token_ids:
-            raise NotStored(f"{namespace!r} is neither stored nor at hand")
+            raise NotStored(
+                f"{namespace!r}: these rows are neither stored any more nor at hand, and which tokens "
+                "they were of is not known here"
+            )
         self._prefill(cache, token_ids, [len(token_ids) // 4])
         return self._kept(cache, namespace, token_ids)
 
@@ -483,7 +514,10 @@ class PionPromptCache(AttendByNamespace):
         if session is None or not attention.is_installed():
             return False
         prefix = attention.ServedPrefix(
-            self, request.namespace, request.token_count, session=session
+            self,
+            request.namespace,
+            request.token_count,
+            session=session._replace(token_ids=request.token_ids),
         )
         cache[:] = [attention.PionCache(prefix, slot) for slot in range(len(cache))]
         return True
@@ -502,8 +536,13 @@ class PionPromptCache(AttendByNamespace):
         off = os.environ.get("PION_PROMPT_CACHE_NO_INPROC") == "1"
         if off or request.namespace is None or self._refusal:
             return None
-        kept = self.at_hand(request.namespace, request.token_count)
-        return kept if kept and kept.token_ids == request.token_ids else None
+        return self._kept_of(request.namespace, request.token_ids)
+
+    def _kept_of(self, namespace: str, token_ids: bytes) -> Kept | None:
+        """Returns the rows of these tokens and this model that were kept under a name."""
+        kept = self.residency.kept(namespace, len(token_ids) // 4)
+        wanted = self._facts().model_id, token_ids
+        return kept if kept and (kept.model_id, kept.token_ids) == wanted else None
 
     def _ids_of(self, namespace: str, token_count: int) -> bytes | None:
         """Returns the tokens that this object last wanted under a name; None if not so many."""

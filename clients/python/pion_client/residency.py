@@ -2,10 +2,13 @@
 
 Knows namespaces, sessions and the client; neither models nor how attention is computed (`attention`).
 
-The one decision: the name of a session says what is in it, a namespace, *its generation and its rows*.
-So nothing that is asked about can change under an answer that is being written: what is stored anew
-under the same namespace, or grows, is another session, and what the server makes resident is used only
-if the namespace is afterwards what it was before. What callers upload themselves has generation 0.
+The one decision: the name of a session says what is in it, a namespace, *its generation and its rows*,
+and only these rows are ever made resident under it. So nothing that is asked about can change under an
+answer that is being written: what is stored anew under the same namespace, or grows, is another session.
+What callers upload themselves has generation 0.
+
+A name by itself means what is stored there at that moment: it is looked up each time. Only what callers
+have uploaded under it comes first, layer by layer, and is never taken for anything else.
 """
 
 import collections
@@ -28,6 +31,8 @@ from pion_wire.layout import Side
 KEPT_BYTES_MAX = 2 << 30
 """Rows that stay at hand in this process, for the lane without calls; least recently used go first."""
 SESSIONS_MAX = 1_000
+UPLOADS_MAX = 65_536
+"""Uploaded layers that are remembered: many more than a server has entries."""
 ATTEND_TIMEOUT_S = 30.0
 """For one query: thousands of them at once, over tens of thousands of rows, take seconds on a CPU."""
 SAMPLES_MAX = 256
@@ -69,6 +74,8 @@ class Session(NamedTuple):
 
     name: str
     info: PrefixInfo
+    token_ids: bytes = b""
+    """Of these rows, u32, little-endian; empty if they are not known."""
 
 
 class Residency:
@@ -89,6 +96,9 @@ class Residency:
         self._warming = threading.Lock()
         self._kept: collections.OrderedDict[str, Kept] = collections.OrderedDict()
         self._sessions: collections.OrderedDict[str, str] = collections.OrderedDict()
+        """Names of sessions that were used, and their namespaces."""
+        self._uploads: collections.OrderedDict[tuple[str, int], None] = collections.OrderedDict()
+        """Namespaces and layers that callers have uploaded rows for."""
         self._samples: collections.deque[tuple[int, float]] = collections.deque(maxlen=SAMPLES_MAX)
 
     # Rows at hand
@@ -114,39 +124,61 @@ class Residency:
 
     # Sessions
 
-    def session_of(self, namespace: str) -> str:
-        """Returns the session of a namespace: what was made resident last, or what was uploaded."""
+    def uploaded(self, namespace: str, layer: int) -> None:
+        """Notes that a caller has uploaded rows: from now on the layer means them."""
         with self._lock:
-            return self._sessions.get(namespace) or _session_name(namespace)
+            _remember(self._uploads, (namespace, layer), None, UPLOADS_MAX)
 
-    def uploaded(self, namespace: str) -> str:
-        """Returns the session of what callers upload, and makes it the one of the namespace."""
-        name = _session_name(namespace)
-        self._remember(namespace, name)
-        return name
+    def is_uploaded(self, namespace: str, layer: int) -> bool:
+        """Whether a caller has uploaded rows of a layer."""
+        with self._lock:
+            return (namespace, layer) in self._uploads
+
+    def sessions_of(self, namespace: str) -> list[str]:
+        """Returns all sessions of a namespace that are known here, and forgets them."""
+        with self._lock:
+            names = [name for name, one in self._sessions.items() if one == namespace]
+            for name in names:
+                del self._sessions[name]
+            for upload in [upload for upload in self._uploads if upload[0] == namespace]:
+                del self._uploads[upload]
+        return [session_name(namespace), *names]
+
+    def session(self, info: PrefixInfo) -> Session:
+        """Returns the session of a stored prefix, resident or not."""
+        name = session_name(info.namespace, info.generation, info.token_count)
+        self._client.attending.follow(name, info.namespace)
+        with self._lock:
+            _remember(self._sessions, name, info.namespace, SESSIONS_MAX)
+        return Session(name, info)
 
     def ensure(self, info: PrefixInfo) -> Session:
         """Has the rows of a stored prefix resident, every layer; none of them crosses the wire.
 
         Raises:
             NotResident: they are not all there now, and cannot be.
+            GenerationDiffers, NotStored: they are not stored any more.
             PionError: the server cannot do it, or cannot be reached.
         """
-        name = _session_name(info.namespace, info.generation, info.token_count)
-        self._client.attending.follow(name, info.namespace)
+        session = self.session(info)
+        name = session.name
         # Twice: what one layer pushes out may be another of the same prefix.
         for _ in range(2):
             if not (absent := self._absent(name, info)):
                 break
-            warmed = self._client.warm(info.namespace, session=name, layers=absent)
+            warmed = self._client.warm(
+                info.namespace,
+                session=name,
+                layers=absent,
+                generation=info.generation,
+                rows=info.token_count,
+            )
             if warmed.layers < len(absent):
                 raise NotResident(f"{len(absent) - warmed.layers} layers have no such rows")
-            self._check_unchanged(name, info)
         else:
             if self._absent(name, info):
                 raise NotResident("the server has no room for all layers at once")
-        self._remember(info.namespace, name)
-        return Session(name, info)
+        return session
 
     def again(self, session: Session) -> None:
         """Makes resident once more what a query did not find; raises as `ensure` does."""
@@ -204,12 +236,6 @@ class Residency:
                 "reason": self.reason,
             }
 
-    def _check_unchanged(self, session: str, info: PrefixInfo) -> None:
-        now = self._client.lookup(info.namespace).prefix
-        if not now or (now.generation, now.token_count) != (info.generation, info.token_count):
-            self._client.attend_drop(session)  # whatever it is, it is not what its name says
-            raise NotResident(f"{info.namespace!r} changed meanwhile")
-
     def _absent(self, session: str, info: PrefixInfo) -> list[int]:
         """Returns the layers that are not resident as the prefix has them."""
         expected = {
@@ -220,19 +246,14 @@ class Residency:
         entries = self._client.attend_lookup(session, list(expected))
         return [entry.layer for entry in entries if entry[1:] != expected[entry.layer]]
 
-    def _remember(self, namespace: str, session: str) -> None:
-        with self._lock:
-            self._sessions.pop(namespace, None)
-            self._sessions[namespace] = session
-            if len(self._sessions) > SESSIONS_MAX:
-                self._sessions.popitem(last=False)
-
 
 class AttendByNamespace:
     """Attention by namespace instead of session; layers are cache slots, arrays NumPy's or MLX's.
 
-    `options` are those of the client's method of the same name. An entry that is not resident any more
-    is made so from the stored prefix, once, before the query is asked again.
+    `options` are those of the client's method of the same name. A query is about what `attend_store`
+    of this object has put in the layer, else about what is stored under the namespace now, which costs
+    a look-up, else about what another object has put there. Stored rows that are not resident (any
+    more) are made so, once; uploaded ones cannot be: Cold or NotStored says so.
     """
 
     residency: Residency
@@ -246,7 +267,8 @@ class AttendByNamespace:
     def attend_store(self, namespace: str, layer: int, k: Array, v: Array) -> None:
         """Makes rows of one layer resident that need not be stored; see `Client.attend_store`."""
         # Never into a session whose name says that it is a stored prefix.
-        self._client.attend_store(self.residency.uploaded(namespace), layer, k, v)
+        self._client.attend_store(session_name(namespace), layer, k, v)
+        self.residency.uploaded(namespace, layer)
 
     def attend_query(self, namespace: str, layer: int, q: Array, **options: Any) -> Any:
         """See `Client.attend_query`."""
@@ -287,8 +309,14 @@ class AttendByNamespace:
         return self._array("attend_query_sparse_auto_fused", namespace, layer, q, *given, **options)
 
     def attend_drop(self, namespace: str) -> int:
-        """Forgets what is resident of a namespace; what is stored stays. Returns how many entries."""
-        return self._client.attend_drop(self.residency.session_of(namespace))
+        """Forgets what is resident of a namespace; what is stored stays. Returns how many entries.
+
+        That is what was uploaded under it, by whomever; the rows that are stored under it now, whoever
+        made them resident; and earlier ones that this object made resident.
+        """
+        if prefix := self._stored(namespace):
+            self.residency.session(prefix)
+        return sum(map(self._client.attend_drop, self.residency.sessions_of(namespace)))
 
     def warm(self, namespace: str) -> int:
         """Makes a stored prefix resident; returns the number of its layers.
@@ -297,31 +325,50 @@ class AttendByNamespace:
             NotStored: there is no such prefix.
             As `Client.warm` does.
         """
-        found = self._client.lookup(namespace)
-        if not found.hit or found.prefix is None:
-            raise NotStored(f"{namespace!r} is not stored: {found.reason or 'no rows'}")
-        session = self.residency.ensure(found.prefix)
-        return len({tensor.slot for tensor in session.info.layout.tensors})
+        prefix = self._stored(namespace)
+        if prefix is None:
+            raise NotStored(f"{namespace!r} is not stored, or has no rows")
+        self.residency.ensure(prefix)
+        return len({tensor.slot for tensor in prefix.layout.tensors})
 
-    def _asked(self, method: str, namespace: str, *given: Any, **options: Any) -> Any:
+    def _stored(self, namespace: str) -> PrefixInfo | None:
+        found = self._client.lookup(namespace)
+        return found.prefix if found.hit else None
+
+    def _asked(self, method: str, namespace: str, layer: int, *given: Any, **options: Any) -> Any:
         ask = getattr(self._client, method)
-        try:
-            answer = ask(self.residency.session_of(namespace), *given, **options)
-        except (Cold, NotStored) as gone:
+        uploaded = self.residency.is_uploaded(namespace, layer)
+        prefix = None if uploaded else self._stored(namespace)
+        if prefix is None:  # nobody but who uploaded them has these rows
+            answer = ask(session_name(namespace), layer, *given, **options)
+        else:
+            session = self.residency.session(prefix)
             try:
-                self.warm(namespace)
-            except NotStored:
-                raise gone from None  # it was uploaded: nobody but the caller has its rows
-            self.residency.rehydrates += isinstance(gone, Cold)
-            answer = ask(self.residency.session_of(namespace), *given, **options)
+                answer = ask(session.name, layer, *given, **options)
+            except (Cold, NotStored) as gone:
+                self.residency.ensure(prefix)
+                self.residency.rehydrates += isinstance(gone, Cold)
+                answer = ask(session.name, layer, *given, **options)
         self.residency.lane = self._client.attend_lane
         return answer
 
-    def _array(self, method: str, namespace: str, *given: Any, **options: Any) -> np.ndarray:
-        array: np.ndarray = self._asked(method, namespace, *given, **options)
+    def _array(
+        self, method: str, namespace: str, layer: int, *given: Any, **options: Any
+    ) -> np.ndarray:
+        array: np.ndarray = self._asked(method, namespace, layer, *given, **options)
         return array
 
 
-def _session_name(namespace: str, generation: int = 0, rows: int = 0) -> str:
+def session_name(namespace: str, generation: int = 0, rows: int = 0) -> str:
     """Returns the name of a session; any namespace has one, whatever its length."""
     return make_namespace("attend", namespace, generation, rows)
+
+
+def _remember(
+    known: collections.OrderedDict[Any, Any], key: Any, value: Any, entries_max: int
+) -> None:
+    """Makes an entry the newest, and forgets the oldest of too many."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > entries_max:
+        known.popitem(last=False)
