@@ -130,6 +130,12 @@ class TooManyStreams(PionError):
     retry_after_ms = 200
 
 
+class Stalled(PionError):
+    """The peer of a stream brings less than it must to keep its place."""
+
+    reason = "STALLED"
+
+
 class NoBackend(PionError):
     """This server cannot do that."""
 

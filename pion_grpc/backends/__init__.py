@@ -24,6 +24,7 @@ from pion_grpc.backends.base import (
     SparseAuto,
     SparseAutoFused,
 )
+from pion_grpc.backends.plan import check_range
 from pion_grpc.backends.query import QueryError, check
 
 Name = Literal["auto", "numpy", "mlx", "reference"]
@@ -43,6 +44,7 @@ __all__ = [
     "SparseAuto",
     "SparseAutoFused",
     "check",
+    "check_range",
     "create",
 ]
 

@@ -44,11 +44,16 @@ def hold(a: Array, dtype: Dtype, field: str) -> Array:
     """``a`` as a contiguous, read-only array of ``dtype``, without a copy where it is one already."""
     assert a.ndim == 3
     assert a.size > 0
-    if dtype == "f16" and a.dtype != np.float16 and peak(a) > F16_MAX:
-        raise QueryError(field, f"holds values above {F16_MAX:.0f}, the largest of f16")
+    check_range(a, dtype, field)
     held = np.require(a, np.float16 if dtype == "f16" else np.float32, ["C", "A"]).view()
     held.flags.writeable = False
     return held
+
+
+def check_range(a: Array, dtype: Dtype, field: str) -> None:
+    """Raise `QueryError` if ``dtype`` cannot hold some value of ``a``."""
+    if dtype == "f16" and a.dtype != np.float16 and peak(a) > F16_MAX:
+        raise QueryError(field, f"holds values above {F16_MAX:.0f}, the largest of f16")
 
 
 def peak(a: Array) -> float:

@@ -17,16 +17,18 @@ one after the other: who waited finds resident what it was about to load.
 
 import contextlib
 import enum
+import mmap
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from pion_grpc.backends import Answer, Backend, QueryError, Resident, check
+from pion_grpc.backends import Answer, Backend, QueryError, Resident, check, check_range
 from pion_grpc.core.attend_query import FIELDS, Ask
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Reading
@@ -40,6 +42,7 @@ from pion_grpc.errors import (
     NotStored,
     OverBudget,
     PionError,
+    Stalled,
 )
 from pion_wire import limits
 from pion_wire.framing import PartChunk
@@ -50,6 +53,12 @@ Array = npt.NDArray[Any]
 LAYER_MAX = (1 << 32) - 1
 ROOM_WAIT_S = 10.0
 """How long what would fit waits for the room of what is being loaded."""
+UPLOAD_BYTES_PER_S = 256 << 10
+"""What an upload must bring to keep the room that it has taken."""
+UPLOAD_PATIENCE_S = 10.0
+"""How much time an upload may be behind with that."""
+HUGE_BYTES = 4 << 20
+"""Memory that is worth huge pages."""
 
 
 class EntryState(enum.Enum):
@@ -173,6 +182,7 @@ class Attend:
         *,
         window: int = 0,
         room_wait_s: float = ROOM_WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.backend = backend
         self.window = window
@@ -180,6 +190,7 @@ class Attend:
         self.budget_bytes = budget_bytes
         self._store = store
         self._room_wait_s = room_wait_s
+        self._clock = clock
         self._lock = threading.Condition(threading.Lock())
         """Notified when room or a session becomes free."""
         self._loading: set[tuple[str, str]] = set()
@@ -384,8 +395,9 @@ class Attend:
         missing = {key: layer for key, layer in layers.items() if key not in entries}
         with self._reserved([layer.shape for layer in missing.values()]):
             for key, layer in missing.items():
-                sides = (self._rows(reading, side, layer.shape) for side in (layer.k, layer.v))
-                entries[key] = _Entry(self._load(*sides), origin)
+                k = self._rows(reading, layer.k, layer.shape, "k")
+                v = self._rows(reading, layer.v, layer.shape, "v")
+                entries[key] = _Entry(self._load(k, v), origin)
             self._admit(entries)
         return entries
 
@@ -403,19 +415,39 @@ class Attend:
                 self._loading.remove(name)
                 self._lock.notify_all()
 
-    def _rows(self, reading: Reading, position: int, shape: Shape) -> Array:
-        """Reads a tensor, head-major; in the backend's own type where it is stored in that."""
+    def _rows(self, reading: Reading, position: int, shape: Shape, field: str) -> Array:
+        """Reads a tensor, head-major, in the residency's own type."""
         dtype = reading.served_layout.tensors[position].dtype
-        half = dtype is DType.F16 and self.backend.dtype == "f16"
-        rows = np.empty(shape, np.float16 if half else np.float32)
+        rows = self._memory(shape)
         heads, end, head_dim = shape
         first = 0
         for data in reading.rows_of(position, 0, end):
             part = np.frombuffer(data, dtype.numpy).reshape(-1, heads, head_dim)
-            rows[:, first : first + len(part)] = part.transpose(1, 0, 2)
+            self._place(rows[:, first : first + len(part)], part.transpose(1, 0, 2), field)
             first += len(part)
         assert first == end, "a tensor has the rows that its prefix says"
         return rows
+
+    def _memory(self, shape: Shape) -> Array:
+        """Pages of their own: taken as they are filled, given back with the last reference.
+
+        A heap would keep them, in pieces between others, and so hold twice what is resident.
+        """
+        dtype = np.dtype(np.float16 if self.backend.dtype == "f16" else np.float32)
+        size = shape.values * dtype.itemsize
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(pages, dtype).reshape(shape)
+
+    def _place(self, room: Array, values: Array, field: str) -> None:
+        """Puts values into memory of the residency's type."""
+        try:
+            check_range(values, self.backend.dtype, field)
+        except QueryError as error:
+            raise InvalidRequest(error.field, error.reason) from error
+        room[...] = values
 
     def _keep(self, key: Key, k: Array, v: Array) -> Warmed:
         entry = _Entry(self._load(k, v), None)
@@ -500,29 +532,35 @@ class Attend:
 
 
 class Upload:
-    """Rows of one entry on their way in: all of K, then all of V, in order. Publish or abandon it."""
+    """Rows of one entry on their way in: all of K, then all of V, in order. Publish or abandon it.
+
+    It has the room of what has come, not of what was declared, and loses it if too little comes.
+    """
 
     def __init__(self, attend: Attend, key: Key, shape: Shape) -> None:
         check_key(key)
+        attend._check_fits([shape])
         self._attend = attend
         self._key = key
-        self._size = attend._check_fits([shape])
-        attend._reserve(self._size)
-        try:
-            self._sides = [np.empty(shape, np.float32) for _ in range(2)]
-        except MemoryError:
-            self.abandon()
-            raise
-        self._views = [side.reshape(-1).view(np.uint8) for side in self._sides]
+        self._side_bytes = 4 * shape.values
+        self._sides = [attend._memory(shape) for _ in range(2)]
         self._filled = [0, 0]
+        self._cut = b""
+        """Begin of a value whose end is in the next chunk."""
+        self._reserved = 0
+        self._patience_s = UPLOAD_PATIENCE_S
+        self._waits_since = attend._clock()
 
     def write(self, chunk: PartChunk) -> None:
         """Takes the next chunk; part 0 is K, 1 is V.
 
         Raises:
-            InvalidRequest, ChecksumMismatch: it is not the next one, or damaged.
+            InvalidRequest, ChecksumMismatch: it is not the next one, or damaged, or a value does not
+                fit the residency's type.
+            OverBudget: others are loading, and leave no room for it.
+            Stalled: less comes than must.
         """
-        part = int(self._filled[0] == len(self._views[0]))
+        part = int(self._filled[0] == self._side_bytes)
         begin = self._filled[part]
         end = begin + len(chunk.data)
         if (chunk.part_index, chunk.offset_bytes) != (part, begin):
@@ -531,29 +569,52 @@ class Upload:
                 f"part {chunk.part_index} at {chunk.offset_bytes} came where part {part} at {begin} "
                 "was next",
             )
-        if not begin < end <= len(self._views[part]):
-            left = len(self._views[part]) - begin
+        if not begin < end <= self._side_bytes:
+            left = self._side_bytes - begin
             raise InvalidRequest("bytes", f"{len(chunk.data)} bytes came where {left} are missing")
         if crc32c(chunk.data) != chunk.crc32c:
             raise ChecksumMismatch(f"the bytes of part {part} at {begin} arrived damaged")
-        self._views[part][begin:end] = np.frombuffer(chunk.data, np.uint8)
+        self._keep_pace(len(chunk.data))
+        self._take(chunk.data, part)
         self._filled[part] = end
+        self._waits_since = self._attend._clock()  # what this took is not the peer's time
 
     def publish(self) -> Warmed:
         """Makes the entry resident.
 
         Raises:
-            InvalidRequest: rows are missing, or a value does not fit the residency's type.
+            InvalidRequest: rows are missing.
         """
-        if self._filled != [len(view) for view in self._views]:
+        if self._filled != [self._side_bytes] * 2:
             raise InvalidRequest("bytes", "the stream ended before all declared rows came")
         warmed = self._attend._keep(self._key, *self._sides)
-        self._attend._release(self._size)
+        self.abandon()
         return warmed
 
     def abandon(self) -> None:
-        """Forgets what came."""
-        self._attend._release(self._size)
+        """Gives the room back."""
+        self._attend._release(self._reserved)
+        self._reserved = 0
+
+    def _take(self, data: bytes | memoryview, part: int) -> None:
+        """Puts the values that are whole now where they belong."""
+        first = self._filled[part] // 4
+        data = self._cut + data if self._cut else data
+        count = len(data) // 4
+        self._cut = bytes(data[4 * count :])
+        if count:
+            room = self._sides[part].reshape(-1)[first : first + count]
+            self._attend._reserve(room.nbytes)
+            self._reserved += room.nbytes
+            self._attend._place(room, np.frombuffer(data, "<f4", count), "kv"[part])
+
+    def _keep_pace(self, byte_count: int) -> None:
+        """Raises Stalled unless enough has come lately: what came long ago earns no time."""
+        self._patience_s -= self._attend._clock() - self._waits_since
+        if self._patience_s < 0:
+            raise Stalled(f"less than {UPLOAD_BYTES_PER_S} bytes per second came")
+        earned_s = byte_count / UPLOAD_BYTES_PER_S
+        self._patience_s = min(self._patience_s + earned_s, UPLOAD_PATIENCE_S)
 
 
 def check_key(key: Key) -> None:

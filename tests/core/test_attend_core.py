@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pytest
 from crc32c import crc32c
 
@@ -35,6 +36,7 @@ from pion_grpc.errors import (
     Missing,
     NotStored,
     OverBudget,
+    Stalled,
 )
 from pion_grpc.storage.directory import DataDirectory
 from pion_wire.framing import PartChunk, RowChunk
@@ -459,15 +461,106 @@ def test_abandoned_uploads_do_not_keep_their_room(make: Callable[..., Attend]) -
     rows = random_rows("room")[0]
     attend = make(2 * rows[0].nbytes)
     for _ in range(5):
-        attend.begin_rows(Key("", "s", 0), shape_of(rows[0])).abandon()
+        session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
+        session.write(chunks(rows)[0])
+        session.abandon()
     session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
-    with pytest.raises(OverBudget, match="being loaded"):
-        attend.begin_rows(Key("", "t", 0), shape_of(rows[0]))
     for chunk in chunks(rows):
         session.write(chunk)
+    with pytest.raises(OverBudget, match="being loaded"):
+        upload(attend, "t", [rows])
     session.publish()
     upload(attend, "t", [rows])
     assert_answers(attend, "t", [rows])
+
+
+def test_rows_that_were_declared_and_do_not_come_take_no_room(
+    store: PrefixStore, make: Callable[..., Attend]
+) -> None:
+    rows = put(store, "p", random_rows("p", 1))
+    attend = make(3 * rows[0][0].nbytes)
+    session = attend.begin_rows(Key("", "greedy", 0), shape_of(rows[0][0]))
+    session.write(chunks(rows[0], 400)[0])
+    assert attend.store_prefix("", "s", Source("p")).layers == 1
+    upload(attend, "t", rows)
+    session.abandon()
+
+
+def test_an_upload_does_not_keep_its_room_without_bringing_more(
+    make: Callable[..., Attend],
+) -> None:
+    now = 0.0
+    attend = make(clock=lambda: now)
+    rows = random_rows("slow", rows=20_000)[0]
+    session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
+    large, following = chunks(rows)[:2]
+    session.write(large)  # which earns no more time than there is anyway
+
+    def drip() -> None:
+        nonlocal now
+        for index in range(20):
+            now += 1
+            piece = following.data[index : index + 1]
+            session.write(PartChunk(0, len(large.data) + index, crc32c(piece), piece))
+
+    with pytest.raises(Stalled):
+        drip()
+    assert 9 < now < 13
+    session.abandon()
+
+
+def test_an_upload_over_a_slow_line_is_not_cut_off(make: Callable[..., Attend]) -> None:
+    now = 0.0
+    attend = make(clock=lambda: now)
+    rows = random_rows("slow", rows=20_000)
+    session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0][0]))
+    for chunk in chunks(rows[0], 1 << 20):
+        now += 3.9
+        session.write(chunk)
+    session.publish()
+    assert_answers(attend, "s", rows)
+
+
+@pytest.mark.parametrize("how", ["uploaded", "stored"])
+def test_half_precision_takes_no_more_room_while_it_comes(
+    store: PrefixStore, make: Callable[..., Attend], how: str
+) -> None:
+    rows = put(store, "p", random_rows("p", 1))
+    attend = make(rows[0][0].nbytes, create("numpy", "f16"))
+    if how == "uploaded":
+        session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0][0]))
+        for chunk in chunks(rows[0], 777):
+            session.write(chunk)
+        session.publish()
+    else:
+        attend.store_prefix("", "s", Source("p"))
+    ask = question()
+    assert_right(attend.ask(Key("", "s", 0), ask), ask, rows[0], tolerance=5e-3)
+    large = attend.begin_rows(Key("", "s", 0), Shape(1, 1, 2))
+    piece = np.array([1, 1e6], np.float32).tobytes()
+    refused("k", lambda: large.write(PartChunk(0, 0, crc32c(piece), piece)))
+    large.abandon()
+
+
+def test_memory_of_entries_that_are_gone_is_not_kept(make: Callable[..., Attend]) -> None:
+    """Entries of many sizes that push each other out do not leave holes in a heap."""
+    attend = make(32 << 20)
+    before = rss_bytes()
+    for number in range(60):
+        rows = 5_000 + 7_919 * number % 40_000
+        k = np.ones((2, rows, 16), np.float32)
+        session = attend.begin_rows(Key("", "s", number), shape_of(k))
+        for chunk in chunks((k, k)):
+            session.write(chunk)
+        session.publish()
+    del k, session, chunk
+    assert rss_bytes() - before < 1.25 * attend.telemetry().resident_bytes
+    attend.drop("", "s")
+    assert rss_bytes() - before < 8 << 20
+
+
+def rss_bytes() -> int:
+    return psutil.Process().memory_info().rss
 
 
 # From stored prefixes

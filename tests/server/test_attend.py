@@ -863,38 +863,40 @@ def test_a_client_that_dies_does_not_keep_its_place(
         eventually(answered)
 
 
-def test_an_upload_that_breaks_off_does_not_keep_its_room(small: AttendWire) -> None:
+def test_uploads_that_break_off_do_not_keep_their_room(small: AttendWire) -> None:
     rows = pair("room", rows=200)  # all there is
     messages = list(upload_messages("room", rows, chunk_bytes=10_000))
-    for _ in range(3):
-        gate = threading.Event()
+    for _ in range(10):
+        sent, gate = threading.Event(), threading.Event()
 
-        def half(gate: threading.Event = gate) -> Iterator[bytes]:
-            yield from messages[:3]
+        def half(sent: threading.Event = sent, gate: threading.Event = gate) -> Iterator[bytes]:
+            yield from messages[:6]
+            sent.set()
             gate.wait(30)
 
-        calls: list[Any] = []
-
-        def holds(calls: list[Any] = calls) -> bool:
-            # One that came while a probe held the room has been refused: it is sent again.
-            if not calls or calls[-1].done():
-                calls.append(small.channel.stream_unary("/pion.v1.Attend/Store").future(half()))
-            return not upload_fits(small)
-
-        eventually(holds)
-        calls[-1].cancel()
+        call = small.channel.stream_unary("/pion.v1.Attend/Store").future(half())
+        assert sent.wait(30)
+        small.states("room")  # behind it on the same connection
+        call.cancel()
         gate.set()
-        eventually(lambda: upload_fits(small))
     small.store_entry(messages)
     assert_session(small, "room", 0, rows)
 
 
-def upload_fits(wire: AttendWire) -> bool:
-    try:
-        wire.upload("probe", pair("probe", rows=200))
-    except grpc.RpcError:
-        return False
-    return True
+def test_an_upload_that_says_nothing_takes_nobodys_room(small: AttendWire) -> None:
+    messages = list(upload_messages("greedy", pair("greedy", rows=200), chunk_bytes=1_000))
+    gate = threading.Event()
+
+    def first_two() -> Iterator[bytes]:
+        yield from messages[:2]
+        gate.wait(30)
+
+    call = small.channel.stream_unary("/pion.v1.Attend/Store").future(first_two())
+    stored_floats(small, "p")
+    assert small.store_entry(prefix_message("s", "p")).layer_count == 3
+    small.upload("u", pair("u", rows=190))
+    call.cancel()
+    gate.set()
 
 
 def test_an_open_stream_does_not_hold_a_shutdown_up(
