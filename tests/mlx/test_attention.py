@@ -10,13 +10,14 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import base, mamba
+from mlx_lm.models import base, llama, mamba
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 
 from pion_client import AttendState, Client, attention
 from pion_client.caches import UnsupportedCache
 from pion_client.errors import Cold, NotStored, NotSupported, OverBudget
 from pion_client.mlx import (
+    PatchError,
     PionPromptCache,
     install_pion_attention_patch,
     make_pion_prompt_cache,
@@ -705,6 +706,43 @@ def test_another_release_of_mlx_lm_is_named_and_left_alone():
         check=False,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def wrapped(queries, keys, values, cache, scale, mask=None, sinks=None, softcap=0):
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    "modules", [[base, llama], [base], [llama]], ids=["all", "base", "model's"]
+)
+def test_attention_that_was_wrapped_since_is_named_and_left_alone(monkeypatch, modules):
+    """By another patch, after this one was imported."""
+    uninstall_pion_attention_patch()
+    for module in modules:
+        monkeypatch.setattr(module, attention.PATCHED, wrapped)
+    before = [getattr(module, attention.PATCHED) for module in (base, llama)]
+    with pytest.raises(PatchError, match="softcap"):
+        install_pion_attention_patch()
+    assert [getattr(module, attention.PATCHED) for module in (base, llama)] == before
+    assert not attention.is_installed()
+
+
+def test_a_patch_that_was_there_before_is_not_skipped(model, monkeypatch):
+    uninstall_pion_attention_patch()
+    original, asked = base.scaled_dot_product_attention, []
+
+    def counting(queries, keys, values, cache, scale, mask=None, sinks=None):
+        asked.append(queries.shape)
+        return original(queries, keys, values, cache, scale, mask, sinks)
+
+    with monkeypatch.context() as others:
+        for module in attention._users().values():
+            others.setattr(module, attention.PATCHED, counting)
+        install_pion_attention_patch()
+        prefilled(model)
+        assert len(asked) == 2
+        uninstall_pion_attention_patch()
+        assert base.scaled_dot_product_attention is llama.scaled_dot_product_attention is counting
 
 
 def test_a_cache_of_the_server_is_of_no_use_without_the_patch(client, served, model):

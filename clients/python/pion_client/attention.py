@@ -18,6 +18,7 @@ import functools
 import inspect
 import os
 import sys
+from types import ModuleType
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -47,7 +48,8 @@ QUERY_BYTES_MAX = 16 << 20
 PATCHED = "scaled_dot_product_attention"
 
 _PARAMETERS = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
-_original = base.scaled_dot_product_attention
+_original: Any = base.scaled_dot_product_attention
+"""What the patch stands for: what was there when it was installed."""
 _kv_cache: Any = KVCache  # mlx-lm is not typed
 _mask: Any = create_attention_mask
 _begin_eval: Any = mx.async_eval
@@ -78,21 +80,31 @@ def install_pion_attention_patch() -> None:
     Other caches are treated as before. Installing it twice changes nothing.
 
     Raises:
-        PatchError: mlx-lm's attention has another signature than the one known here.
+        PatchError: mlx-lm's attention has another signature than the one known here, or not all of
+            its modules have the same; nothing was patched.
     """
+    global _original
     if is_installed():
         return
-    found = inspect.signature(_original)
+    current = getattr(base, PATCHED)
+    found = inspect.signature(current)
     if tuple(found.parameters) != _PARAMETERS:
         raise PatchError(
             f"mlx-lm's {PATCHED} is {PATCHED}{found}, not ({', '.join(_PARAMETERS)}): this release of "
             "pion-client does not know it; nothing was patched"
         )
-    _replace(_original, _attention)
+    for name, module in _users().items():
+        if (other := getattr(module, PATCHED)) not in (current, _attention):
+            raise PatchError(
+                f"{name} has a {PATCHED}{inspect.signature(other)} of its own, which is not mlx-lm's: "
+                "a model there would go past the patch; nothing was patched"
+            )
+    _original = current
+    _replace(current, _attention)
 
 
 def uninstall_pion_attention_patch() -> None:
-    """Takes the patch back."""
+    """Takes the patch back, wherever it is."""
     _replace(_attention, _original)
 
 
@@ -406,10 +418,19 @@ def _attention(
     return _original(queries, keys, values, cache, scale, mask, sinks)
 
 
+def _users() -> dict[str, ModuleType]:
+    """Returns the modules of mlx-lm that have its attention, by name."""
+    return {
+        name: module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "mlx_lm" and hasattr(module, PATCHED)
+    }
+
+
 def _replace(old: Any, new: Any) -> None:
     """Puts a function in another's place, in every module of mlx-lm that has imported it."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "mlx_lm" and getattr(module, PATCHED, None) is old:
+    for module in _users().values():
+        if getattr(module, PATCHED) is old:
             setattr(module, PATCHED, new)
 
 
