@@ -223,7 +223,9 @@ class Config:
         "rows at the end that attend queries see unless they say otherwise; 0: all",
         "ROWS",
     )
-    streams_max: int = _setting(64, parse_count, "streams served at once", "N")
+    streams_max: int = _setting(
+        64, parse_count, "streams served at once, and as many of attend queries beside them", "N"
+    )
     stall_ms: int = _setting(
         60_000,
         parse_count,

@@ -125,8 +125,9 @@ class Server:
         self._streams = Streams(config.streams_max, config.stall_ms)
         self._stopping = threading.Event()
         self._hurry = threading.Event()
+        conversations_max = config.streams_max if self.attend else 0
         self._pool = ThreadPoolExecutor(
-            config.streams_max + UNARY_THREADS, thread_name_prefix="grpc"
+            config.streams_max + conversations_max + UNARY_THREADS, thread_name_prefix="grpc"
         )
         credentials = Credentials(passwords)
         self._lobby = Lobby(config.stall_ms, UNARY_THREADS // 2)

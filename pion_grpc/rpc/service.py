@@ -54,8 +54,6 @@ class Call(NamedTuple):
 
     tenant: str
     context: grpc.ServicerContext
-    progress: Callable[[], None]
-    """Says that the peer has taken or sent something; a stream that never does is cut off."""
 
 
 class Credentials:
@@ -189,50 +187,74 @@ class Lobby:
         return len(stalled)
 
 
-class Streams:
-    """Permits for streams, and the watch over those whose peer does nothing."""
+class _Stream(NamedTuple):
+    context: grpc.ServicerContext
+    is_conversation: bool
+    waits_since: float
+    """For its peer to send or to take something; infinite while the server works."""
 
-    def __init__(self, streams_max: int, stall_ms: int) -> None:
+
+class Streams:
+    """Permits for streams, and the watch over those whose peer does nothing.
+
+    Streams in both directions are conversations: their clients keep them open between two questions.
+    They have permits of their own, as many, lest they take those of streams that end.
+    """
+
+    def __init__(
+        self, streams_max: int, stall_ms: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._streams_max = streams_max
         self._stall_s = stall_ms / 1_000
+        self._clock = clock
         self._lock = threading.Lock()
-        self._running: dict[int, tuple[grpc.ServicerContext, float]] = {}
+        self._running: dict[int, _Stream] = {}
         self._serial = 0
 
-    def open(self, context: grpc.ServicerContext) -> int:
-        """Takes a permit.
+    @contextlib.contextmanager
+    def running(
+        self, context: grpc.ServicerContext, *, is_conversation: bool = False
+    ) -> Iterator[int]:
+        """Holds a permit, and gives the number of a stream on which the server works.
 
         Raises:
             TooManyStreams: none is left.
         """
         with self._lock:
-            if len(self._running) >= self._streams_max:
+            kind = [one for one in self._running.values() if one.is_conversation is is_conversation]
+            if len(kind) >= self._streams_max:
                 raise TooManyStreams(
                     f"{self._streams_max} streams are running: try again in a moment",
                     limit=self._streams_max,
                 )
             self._serial += 1
-            self._running[self._serial] = context, time.monotonic()
-            return self._serial
+            stream = self._serial
+            self._running[stream] = _Stream(context, is_conversation, float("inf"))
+        try:
+            yield stream
+        finally:
+            with self._lock:
+                del self._running[stream]
 
-    def progress(self, stream: int) -> None:
-        """Notes that the peer did something."""
-        with self._lock:
-            context, _ = self._running[stream]
-            self._running[stream] = context, time.monotonic()
+    def waits(self, stream: int) -> None:
+        """Notes that it is the peer's turn."""
+        self._note(stream, self._clock())
 
-    def close(self, stream: int) -> None:
-        """Gives the permit back."""
+    def works(self, stream: int) -> None:
+        """Notes that it is the server's."""
+        self._note(stream, float("inf"))
+
+    def _note(self, stream: int, waits_since: float) -> None:
         with self._lock:
-            del self._running[stream]
+            self._running[stream] = self._running[stream]._replace(waits_since=waits_since)
 
     def cut_stalled(self) -> int:
         """Cancels the streams whose peer did nothing for too long; returns how many."""
         if not self._stall_s:
             return 0
-        oldest = time.monotonic() - self._stall_s
+        oldest = self._clock() - self._stall_s
         with self._lock:
-            stalled = [context for context, last in self._running.values() if last < oldest]
+            stalled = [one.context for one in self._running.values() if one.waits_since < oldest]
         for context in stalled:
             context.cancel()
         return len(stalled)
@@ -273,15 +295,18 @@ def _handler(
             problem = f"not a {request_type.DESCRIPTOR.name}, or a text in it is not UTF-8"
             raise InvalidRequest("request", problem) from error
 
-    def incoming(messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
+    def incoming(messages: Iterator[bytes], stream: int) -> Iterator[bytes]:
+        streams.waits(stream)
         for message in messages:
-            call.progress()
+            streams.works(stream)
             _check_size(message, sizes.streamed)
             yield message
+            streams.waits(stream)
+        streams.works(stream)
 
     def unary(message: bytes, context: grpc.ServicerContext) -> bytes:
         with translated(context, name):
-            call = Call(credentials.tenant(context), context, _nothing)
+            call = Call(credentials.tenant(context), context)
             response = _serialise(behaviour(parse(message), call))
             if len(response) > sizes.response:
                 problem = f"the answer would have {len(response)} bytes: ask for less at once"
@@ -291,39 +316,31 @@ def _handler(
 
     def unary_stream(message: bytes, context: grpc.ServicerContext) -> Iterator[Message | bytes]:
         with translated(context, name):
-            tenant = credentials.tenant(context)
-            stream = streams.open(context)
-            try:
-                call = Call(tenant, context, lambda: streams.progress(stream))
+            call = Call(credentials.tenant(context), context)
+            with streams.running(context) as stream:
                 for response in behaviour(parse(message), call):
+                    streams.waits(stream)
                     yield response
-                    streams.progress(stream)
-            finally:
-                streams.close(stream)
+                    streams.works(stream)
 
     def stream_unary(messages: Iterator[bytes], context: grpc.ServicerContext) -> Message:
         with translated(context, name):
-            tenant = credentials.tenant(context)
-            stream = streams.open(context)
-            try:
-                call = Call(tenant, context, lambda: streams.progress(stream))
-                response: Message = behaviour(incoming(messages, call), call)
+            call = Call(credentials.tenant(context), context)
+            with streams.running(context) as stream:
+                response: Message = behaviour(incoming(messages, stream), call)
                 return response
-            finally:
-                streams.close(stream)
         raise AssertionError("a translated error has ended the call")
 
     def stream_stream(
         messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[Message | bytes]:
         with translated(context, name):
-            tenant = credentials.tenant(context)
-            stream = streams.open(context)
-            try:
-                call = Call(tenant, context, lambda: streams.progress(stream))
-                yield from behaviour(incoming(messages, call), call)
-            finally:
-                streams.close(stream)
+            call = Call(credentials.tenant(context), context)
+            with streams.running(context, is_conversation=True) as stream:
+                for response in behaviour(incoming(messages, stream), call):
+                    streams.waits(stream)
+                    yield response
+                    streams.works(stream)
 
     if method.client_streaming and method.server_streaming:
         return grpc.stream_stream_rpc_method_handler(stream_stream, None, _serialise)
@@ -350,7 +367,3 @@ def _refusing(error: NotAuthenticated, method: str) -> Any:
 
 def _serialise(message: Message | bytes) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
-
-
-def _nothing() -> None:
-    pass

@@ -863,6 +863,30 @@ def test_a_client_that_dies_does_not_keep_its_place(
         eventually(answered)
 
 
+def test_streams_that_are_open_do_not_take_the_places_of_others(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server("--streams-max", "2")
+    request = pb.AttendStreamRequest(id=1, query=query("s", normal("s")))
+    gate = threading.Event()
+
+    def held() -> Iterator[pb.AttendStreamRequest]:
+        yield request
+        gate.wait(30)
+
+    with AttendWire(server.address) as wire:
+        calls = [wire.attend.Stream(held()) for _ in range(2)]
+        for call in calls:
+            assert next(call).id == 1
+        refusal = refused(lambda: wire.ask_stream([request]))
+        assert refusal.reason == "TOO_MANY_STREAMS"
+        stored_floats(wire, "p")
+        assert wire.store_entry(prefix_message("s", "p")).layer_count == 3
+        for call in calls:
+            call.cancel()
+        gate.set()
+
+
 def test_uploads_that_break_off_do_not_keep_their_room(small: AttendWire) -> None:
     rows = pair("room", rows=200)  # all there is
     messages = list(upload_messages("room", rows, chunk_bytes=10_000))
