@@ -22,7 +22,6 @@ from pion_client.errors import (
     NotStored,
     NotSupported,
     OverBudget,
-    TooManyStreams,
     Unavailable,
 )
 from pion_grpc.backends import Dense, Fused, Query, Sparse, SparseAuto, SparseAutoFused
@@ -55,6 +54,7 @@ def normal(seed: object, *shape: int) -> Array:
 
 
 K, V = normal("k", 2, 50, 16), normal("v", 2, 50, 16)
+Q = normal("q", 2, 1, 16)
 SUFFIX = normal("sk", 2, 3, 16), normal("sv", 2, 3, 16)
 TABLE = np.array([[0, 1, 2], [49, 50, -1], [7, 7, 8], [9, 10, 11]])
 COUNTS = np.array([3, 3, 3, 1])
@@ -242,9 +242,14 @@ def test_what_cannot_be_made_resident_says_why(client: Client) -> None:
         ("data", lambda c: c.attend_query("s", 0, normal("q", 2, 1, 8))),
         ("q", lambda c: c.attend_query("s", 0, normal("q", 2))),
         ("q", lambda c: c.attend_query("s", 0, "words")),
-        ("query", lambda c: c.attend_query("s", -1, normal("q", 2, 1, 16))),
-        ("query", lambda c: c.attend_query("s", 0, normal("q", 2, 1, 16), head_map=[300, 0])),
-        ("query", lambda c: c.attend_query("s", 0, normal("q", 2, 1, 16), window=-1)),
+        ("q", lambda c: c.attend_query("s", 0, [["1"], ["2"]])),
+        ("layer", lambda c: c.attend_query("s", -1, Q)),
+        ("head_map", lambda c: c.attend_query("s", 0, Q, head_map=[300, 0])),
+        ("head_map", lambda c: c.attend_query("s", 0, Q, head_map=4)),
+        ("head_map", lambda c: c.attend_query("s", 0, Q, head_map=[0.0, 1.0])),
+        ("window", lambda c: c.attend_query("s", 0, Q, window=-1)),
+        ("window", lambda c: c.attend_query("s", 0, Q, window=1.5)),
+        ("scale", lambda c: c.attend_query("s", 0, Q, scale="1")),
         ("head_map", lambda c: c.attend_query("s", 0, normal("q", 2, 1, 16), head_map=[2, 0])),
         ("scale", lambda c: c.attend_query("s", 0, normal("q", 2, 1, 16), scale=0)),
         ("session", lambda c: c.attend_query("", 0, normal("q", 2, 1, 16))),
@@ -259,7 +264,12 @@ def test_what_cannot_be_made_resident_says_why(client: Client) -> None:
             "counts",
             lambda c: c.attend_query_sparse("s", 0, normal("q", 2, 1, 16), [[0], [1]], [2, 1]),
         ),
+        ("counts", lambda c: c.attend_query_sparse("s", 0, Q, [[0], [1]], ["a", "b"])),
+        ("counts", lambda c: c.attend_query_sparse("s", 0, Q, [[0], [1]], [1, -1])),
+        ("counts", lambda c: c.attend_query_sparse("s", 0, Q, [[0], [1]], [1, 0.5])),
+        ("counts", lambda c: c.attend_query_sparse("s", 0, Q, [[0], [1]], [1])),
         ("blocks", lambda c: c.attend_query_sparse_auto("s", 0, normal("q", 2, 1, 16), 8, 0)),
+        ("blocks", lambda c: c.attend_query_sparse_auto("s", 0, Q, 8, 1.5)),
         (
             "block_rows",
             lambda c: c.attend_query_sparse_auto("s", 0, normal("q", 2, 1, 16), -1, 1),
@@ -270,6 +280,17 @@ def test_what_cannot_be_made_resident_says_why(client: Client) -> None:
                 "s", 0, normal("q", 2, 1, 16), 8, 1, selector="best"
             ),
         ),
+        ("selector", lambda c: c.attend_query_sparse_auto("s", 0, Q, 8, 1, selector=["mean"])),
+        ("layer", lambda c: c.attend_store("s", -1, K, V)),
+        ("layer", lambda c: c.attend_store("s", 2**32, K, V)),
+        ("layer", lambda c: c.attend_store("s", "0", K, V)),
+        ("layer", lambda c: c.attend_drop("s", -1)),
+        ("layers", lambda c: c.attend_lookup("s", [-1])),
+        ("layers", lambda c: c.attend_lookup("s", 0)),
+        ("layers", lambda c: c.warm("s", layers=[0.5])),
+        ("heads", lambda c: c.warm("s", heads=-1)),
+        ("k", lambda c: c.attend_store("s", 0, K * 1j, V)),
+        ("v", lambda c: c.attend_store("s", 0, K, mx.array(V * 1j))),
         ("k", lambda c: c.attend_store("s", 0, K, V[:, :3])),
         ("k", lambda c: c.attend_store("s", 0, K[0], V[0])),
         ("rows", lambda c: c.attend_store("s", 0, K[:, :0], V[:, :0])),
@@ -420,8 +441,7 @@ def test_a_server_without_a_stream_to_spare_answers_calls(
         ask_once(first)
         ask_once(second)
         assert (first.attend_lane, second.attend_lane) == ("stream", "unary")
-        with pytest.raises(TooManyStreams):
-            second.attend_store("s", 0, K, V)
+        second.attend_store("s", 0, K, V)  # what waits for queries takes nobody else's place
 
 
 def test_streams_that_nobody_wants_are_given_back(

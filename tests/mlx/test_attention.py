@@ -876,12 +876,24 @@ def test_a_question_of_several_tokens_is_not_sparse(client, lane, model):
         ({"K_block": 64}, None),
         ({"K_block": 0, "K_blocks": 8}, None),
         ({"K_block": 64, "K_blocks": 8, "K": 1}, None),
+        ({"K_block": 1.5, "K_blocks": 8}, None),
         ({"K_block": 64, "K_blocks": 8}, "best"),
+        (None, "best"),
     ],
 )
 def test_sparse_settings_that_make_no_sense_are_refused(client, model, settings, selector):
     with begun(model, client) as prompt_cache, pytest.raises(ValueError, match=r"please|neither"):
         make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS), settings, selector=selector)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "150"])
+def test_a_number_of_tokens_that_is_none_is_refused(client, lane, model, count):
+    with begun(model, client) as prompt_cache:
+        with pytest.raises(ValueError, match="prefix_len"):
+            make_pion_prompt_cache(model, "prefix", prompt_cache, count)
+        if count != 0:
+            with pytest.raises(ValueError, match="prefix_tokens"):
+                prompt_cache.suggest_stage(count)
 
 
 # By namespace

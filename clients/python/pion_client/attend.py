@@ -9,14 +9,14 @@ has no stream to spare, and with PION_PROMPT_CACHE_NO_STREAM=1.
 """
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import grpc
 import numpy as np
 from crc32c import crc32c
 
-from pion_client.arrays import U64_MAX, count, invalid, mlx_core, text
+from pion_client.arrays import U32_MAX, U64_MAX, count, invalid, mlx_core, text
 from pion_client.attend_streams import AttendStreams
 from pion_client.calls import Calls
 from pion_client.connection import TRIES_MAX, Deadline, Watchdog, retried
@@ -31,6 +31,8 @@ WARM_TIMEOUT_S = 60.0
 """Making a prefix resident reads and decodes all its rows."""
 
 Selector: TypeAlias = Literal["mean", "quest"]
+_NO_REAL_NUMBERS = "cSUOMm"
+"""NumPy's letters for what it would make real numbers of all the same: complex ones, texts, times."""
 _SELECTORS = {"mean": pb.ATTEND_SELECTOR_MEAN, "quest": pb.ATTEND_SELECTOR_QUEST}
 
 
@@ -103,6 +105,7 @@ class Attending:
         if sides[0].ndim != 3 or sides[0].shape != sides[1].shape:
             raise invalid("k", f"{sides[0].shape} and {sides[1].shape} are not (heads, rows, dim)")
         heads, rows, head_dim = sides[0].shape
+        layer = count("layer", layer)
         header = pb.AttendStoreHeader(
             session=text("session", session),
             rows=pb.AttendRows(layer=layer, heads=heads, rows=rows, head_dim=head_dim),
@@ -126,7 +129,7 @@ class Attending:
             namespace=text("namespace", namespace),
             heads=count("heads", heads),
             head_dim=count("head_dim", head_dim),
-            layers=[count("layers", layer) for layer in layers],
+            layers=_counts("layers", layers),
             generation=count("generation", generation, U64_MAX),
             rows=count("rows", rows, U64_MAX),
         )
@@ -142,9 +145,10 @@ class Attending:
         self, session: str, layers: Sequence[int], timeout_s: float | None
     ) -> list[AttendEntry]:
         """Says where entries stand."""
+        layers = _counts("layers", layers)
         request = pb.AttendLookupRequest(session=text("session", session), layers=layers)
         answer = self._calls.ask("attend_lookup", request, self._routes.of(session), timeout_s)
-        if [entry.layer for entry in answer.entries] != list(layers):
+        if [entry.layer for entry in answer.entries] != layers:
             raise BadAnswer(f"{len(answer.entries)} answers about {len(layers)} layers")
         return [
             AttendEntry(
@@ -159,6 +163,7 @@ class Attending:
 
     def drop(self, session: str, layer: int | None, timeout_s: float | None) -> int:
         """Forgets entries."""
+        layer = None if layer is None else count("layer", layer)
         request = pb.AttendDropRequest(session=text("session", session), layer=layer)
         answer = self._calls.once("attend_drop", request, self._routes.of(session), timeout_s)
         return int(answer.dropped_count)
@@ -349,7 +354,7 @@ class AttendMixin:
             timeout_s: instead of the client's.
         """
         asked = Query(session, layer, q, head_map, window, scale, warm=warm)
-        asked.message.log_sum_exp = with_lse
+        asked.message.log_sum_exp = bool(with_lse)
         answer = self.attending.ask(asked.message, timeout_s)
         if answer.lse is None:
             return asked.shaped(answer.out)
@@ -410,8 +415,7 @@ class AttendMixin:
         table = np.asarray(indices)
         if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):
             raise invalid("indices", "row numbers are integers, (heads, width)")
-        used = np.full(len(table), table.shape[1]) if counts is None else np.asarray(counts)
-        asked.pick(table, used)
+        asked.pick(table, [table.shape[1]] * len(table) if counts is None else counts)
         return asked.shaped(self.attending.ask(asked.message, timeout_s).out)
 
     def attend_query_sparse_auto(
@@ -496,37 +500,36 @@ class Query:
         try:
             self.message = pb.AttendQueryRequest(
                 session=text("session", session),
-                layer=layer,
+                layer=count("layer", layer),
                 heads=array.shape[0],
                 head_dim=array.shape[-1],
-                head_map=bytes(head_map),
-                window_rows=window,
+                head_map=bytes(_counts("head_map", head_map, 255)),
+                window_rows=None if window is None else count("window", window, U64_MAX),
                 scale=scale,
-                warm=warm,
+                warm=bool(warm),
                 data=array.tobytes(),
             )
-        except (ValueError, TypeError) as error:  # a number that has no place in its field
-            raise invalid("query", str(error)) from error
+        except TypeError as error:  # nothing else is left to be of a wrong type
+            raise invalid("scale", str(error)) from error
         self.message.dense.queries = self.queries
 
-    def pick(self, table: np.ndarray, counts: np.ndarray) -> None:
+    def pick(self, table: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
         """Asks over rows (heads, width) that the caller chose, the first `counts` of each head's."""
         sparse = self.message.sparse
         # What no row can have is skipped by the server; clipped, it stays so in 32 bits.
         sparse.indices = np.clip(table, -1, 2**31 - 1).astype("<i4").tobytes()
-        sparse.counts = np.clip(counts, 0, 2**32 - 1).astype("<u4").tobytes()
+        sparse.counts = np.array(_counts("counts", counts, table.shape[1]), "<u4").tobytes()
         sparse.indices_per_head = table.shape[1]
 
     def choose(self, block_rows: int, blocks: int, selector: str) -> None:
         """Asks over the blocks of rows that rank highest."""
-        if selector not in _SELECTORS:
+        if selector not in tuple(_SELECTORS):
             raise invalid("selector", f"{selector!r} is neither 'mean' nor 'quest'")
-        try:
-            choice = pb.AttendSparseAuto(
-                block_rows=block_rows, blocks=blocks, selector=_SELECTORS[selector]
-            )
-        except (ValueError, TypeError) as error:
-            raise invalid("block_rows", str(error)) from error
+        choice = pb.AttendSparseAuto(
+            block_rows=count("block_rows", block_rows),
+            blocks=count("blocks", blocks),
+            selector=_SELECTORS[selector],
+        )
         self.message.sparse_auto.CopyFrom(choice)
 
     def bring(self, suffix_k: Array, suffix_v: Array) -> None:
@@ -548,12 +551,23 @@ class Query:
 
 def _f32(field: str, array: Array) -> np.ndarray:
     """Returns an array as contiguous float32; evaluates MLX's."""
-    if not isinstance(array, np.ndarray) and type(array).__module__.startswith("mlx."):
+    if type(array).__module__.startswith("mlx.") and array.dtype != mlx_core().complex64:
         array = array.astype(mlx_core().float32)  # NumPy does not know bfloat16
     try:
+        array = np.asarray(array)
+        if array.dtype.kind in _NO_REAL_NUMBERS:
+            raise TypeError(f"{array.dtype}")
         return np.ascontiguousarray(array, "<f4")
     except (ValueError, TypeError) as error:
-        raise invalid(field, f"not an array of numbers: {error}") from error
+        raise invalid(field, f"not an array of real numbers: {error}") from error
+
+
+def _counts(field: str, values: Iterable[int], most: int = U32_MAX) -> list[int]:
+    """Returns numbers that can be sent; raises as `count` does."""
+    try:
+        return [count(field, value, most) for value in values]
+    except TypeError as error:
+        raise invalid(field, f"{values!r} is not several numbers") from error
 
 
 def _messages(

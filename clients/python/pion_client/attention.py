@@ -26,6 +26,7 @@ import numpy as np
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cache
 
+from pion_client.arrays import count, invalid
 from pion_client.attend import Query
 from pion_client.caches import Cache, require_rows
 from pion_client.errors import NotStored, PionError
@@ -139,13 +140,15 @@ def make_pion_prompt_cache(
         NotStored: the prefix is neither stored nor at hand: call `get_or_prefill` first.
         NotResident: what is stored there has fewer tokens.
         UnsupportedCache: the model's cache does not consist of plain rows.
-        ValueError: the sparse settings make no sense.
+        ValueError: `prefix_len` is not at least 1, or the sparse settings make no sense.
         RuntimeError: attention would run on the server and the patch is not installed, or the model's
             attention does not go through it.
     """
+    choice = _blocks(sparse_full_layers, selector)
+    if count("prefix_len", prefix_len) < 1:
+        raise invalid("prefix_len", "a prefix has tokens")
     layers = make_prompt_cache(model)
     require_rows(layers)
-    choice = _blocks(sparse_full_layers, selector)
     prefix = ServedPrefix(prompt_cache, namespace, prefix_len, choice)
     prefix.find()
     if prefix.kept is None or choice is not None:
@@ -446,12 +449,13 @@ def _require_patched(model: Any) -> None:
 
 
 def _blocks(settings: dict[str, int] | None, selector: Selector | None) -> Blocks | None:
-    if settings is None:
-        return None
-    if set(settings) != {"K_block", "K_blocks"} or min(settings.values()) < 1:
-        raise ValueError(f'sparse_full_layers={settings}: {{"K_block": 64, "K_blocks": 8}}, please')
     if selector not in (None, "mean", "quest"):
         raise ValueError(f"selector={selector!r} is neither 'mean' nor 'quest'")
+    if settings is None:
+        return None
+    whole = all(isinstance(number, int) and number >= 1 for number in settings.values())
+    if set(settings) != {"K_block", "K_blocks"} or not whole:
+        raise ValueError(f'sparse_full_layers={settings}: {{"K_block": 64, "K_blocks": 8}}, please')
     return Blocks(settings["K_block"], settings["K_blocks"], selector or "mean")
 
 

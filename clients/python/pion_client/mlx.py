@@ -307,7 +307,11 @@ class PionPromptCache(AttendByNamespace):
 
         By what fetches and queries took in this object so far; before there were any, by what they
         usually take.
+
+        Raises:
+            ValueError: `prefix_tokens` is no number of tokens.
         """
+        arrays.count("prefix_tokens", prefix_tokens)
         if self._refusal or self._learn()[1].needs:
             return 1
         layout = self._quantised.stored(self._learn()[1].layout)
