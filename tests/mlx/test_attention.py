@@ -11,7 +11,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import base, llama, mamba
-from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
 
 from pion_client import AttendState, Client, attention
 from pion_client.caches import UnsupportedCache
@@ -795,6 +800,20 @@ def test_trimming_takes_nothing_of_the_prefix(client, lane, model):
             assert trim_prompt_cache(cache, asked) == more
             assert [slot.offset for slot in cache] == [len(IDS)] * 2
             assert greedy(model, QUESTION, cache, 10).ids == first == alone(model, count=10)
+
+
+def test_a_part_of_a_cache_is_not_saved_as_if_it_were_all(client, lane, model, tmp_path):
+    with begun(model, client) as prompt_cache:
+        cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS))
+        for run in ([], QUESTION):
+            if run:
+                model(mx.array([run]), cache=cache)
+            mx.eval([slot.state for slot in cache])
+            with pytest.raises(ValueError, match="not written to a file"):
+                save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+            assert not list(tmp_path.iterdir())
+        cache[0].state = cache[1].state
+        assert cache[0].offset == len(IDS) + len(QUESTION)
 
 
 def test_a_copy_of_a_cache_goes_its_own_way(client, lane, model):

@@ -287,12 +287,12 @@ class PionCache:
 
     @property
     def state(self) -> Any:
-        """What was computed here."""
-        return self._own.state
+        """What was computed here, to be evaluated; it says why, where it is to be saved."""
+        return *self._own.state, _UNSAVED
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._own.state = state
+        self._own.state = state[:-1]
 
     def size(self) -> int:
         """Tokens so far."""
@@ -393,6 +393,19 @@ class PionCache:
         if not visible.item():
             raise _Inexact("mask")
         return own
+
+
+class _Unsaved:
+    """Stands in a cache's state for the rows that are elsewhere: `save_prompt_cache` raises its text."""
+
+    def __str__(self) -> str:
+        return (
+            "this cache begins with a prefix that a server keeps, and is not written to a file. Have "
+            "what shall last stored under a name (get_or_prefill); `pion-grpc export` writes that"
+        )
+
+
+_UNSAVED = _Unsaved()
 
 
 class _Inexact(Exception):
