@@ -2,7 +2,8 @@
 
 Runs on the event loop like RESP; a query is answered on a worker. One frame is answered after the other,
 in order. A client of this lane may send less than it announced and wait for an answer: it ignores how
-much a send took. So a frame that stalls in the middle is answered with ERROR, and the connection ends.
+much a send took. So a frame that stalls in the middle, or comes more slowly than over any line, is
+answered with ERROR, and the connection ends.
 
 The one decision: as long as a frame waits for the one before it, or an answer for the peer to take it,
 no more is read. So a connection holds three bodies and one answer at most, whatever is sent.
@@ -39,6 +40,8 @@ from pion_grpc.resp.reply import Buffer
 BODY_BYTES_BEFORE_LOGIN = 4 << 10
 RECEIVE_BUFFER_BYTES = 8 << 20
 """Asked of the kernel: the more it takes at once, the less a client's single send is cut."""
+FRAME_BYTES_PER_S = 256 << 10
+"""What must come of a frame, on the average since its begin, so that it is waited for."""
 
 FusedAnswer: TypeAlias = tuple[Status, Sequence[Buffer]]
 
@@ -73,6 +76,7 @@ class LaneConnection(asyncio.BufferedProtocol):
         self._stalled = False  # to be answered with an error, after what came before
         self._ending = False
         self._heard_at = 0.0
+        self._frame_began_at = 0.0
         self._watch: asyncio.TimerHandle | None = None  # runs on from frame to frame
         self._transport: asyncio.Transport
 
@@ -92,10 +96,13 @@ class LaneConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Takes the frames that are complete now."""
         self._heard_at = self._engine.loop.time()
+        if not self._parser.unfinished_bytes:
+            self._frame_began_at = self._heard_at
         self._parser.buffer_updated(nbytes)
         try:
             while (frame := self._parser.next_frame()) is not None:
                 self._waiting.append(frame)
+                self._frame_began_at = self._heard_at
         except ProtocolError:
             self._ending = True  # what came is no frame, and there is nothing to say to it
         self._go_on()
@@ -185,7 +192,8 @@ class LaneConnection(asyncio.BufferedProtocol):
         """Reads on, or stops; has an eye on the frame that has begun."""
         if may_read != self._may_read:
             self._may_read = may_read
-            self._heard_at = self._engine.loop.time()  # it could not be heard before
+            # It could not be heard before.
+            self._heard_at = self._frame_began_at = self._engine.loop.time()
             (self._transport.resume_reading if may_read else self._transport.pause_reading)()
         if self._watch is None and may_read and self._parser.unfinished_bytes:
             self._look_again_in(self._engine.stall_s)
@@ -194,11 +202,13 @@ class LaneConnection(asyncio.BufferedProtocol):
         self._watch = self._engine.loop.call_later(seconds, self._look_again)
 
     def _look_again(self) -> None:
-        """Gives a frame up of which nothing has come for too long."""
+        """Gives a frame up of which nothing has come for too long, or too little on the whole."""
         self._watch = None
         if not (self._may_read and self._parser.unfinished_bytes):
             return
-        left_s = self._heard_at + self._engine.stall_s - self._engine.loop.time()
+        paid_until = self._frame_began_at + self._parser.unfinished_bytes / FRAME_BYTES_PER_S
+        since = min(self._heard_at, paid_until)
+        left_s = since + self._engine.stall_s - self._engine.loop.time()
         if left_s > 0:
             self._look_again_in(left_s)
             return

@@ -1,5 +1,6 @@
 """The binary lane as a server's: what frames are answered with, and frames that never end."""
 
+import contextlib
 import socket
 import struct
 import tempfile
@@ -145,6 +146,26 @@ def test_a_frame_that_stalls_is_not_waited_for(lane: Lane, size: int) -> None:
     lane.socket.sendall(frame[:size])
     assert lane.read() == (ERROR, b"")
     assert lane.is_closed()
+
+
+def test_a_frame_that_trickles_is_not_waited_for(lane: Lane) -> None:
+    """One whose every byte comes in time, and whose end would in days."""
+    frame = framed(FUSED, body(queries=1 << 16))
+    lane.socket.settimeout(0.05)
+    answer = b""
+    for index in range(100):
+        lane.socket.sendall(frame[index : index + 1])
+        with contextlib.suppress(TimeoutError):
+            answer = lane.socket.recv(7)
+            break
+    assert answer == framed(ERROR)
+
+
+def test_a_large_frame_in_many_pieces_is_not_taken_for_one_that_trickles(lane: Lane) -> None:
+    frame = framed(FUSED, body(queries=1 << 12))
+    for first in range(0, len(frame), 10_000):
+        lane.socket.sendall(frame[first : first + 10_000])
+    assert lane.read().status == OK
 
 
 def test_a_frame_that_stalls_does_not_overtake_what_came_before(lane: Lane) -> None:
