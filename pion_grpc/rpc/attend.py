@@ -20,6 +20,7 @@ from pion_grpc.core.attend import (
     Key,
     Shape,
     Source,
+    Warmed,
     check_layer_count,
 )
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
@@ -58,17 +59,9 @@ class AttendService:
             upload = self._attend.begin_rows(key, Shape(rows.heads, rows.rows, rows.head_dim))
             warmed = fill(upload, byte_chunks(messages, pb.AttendStoreRequest))
         elif header.HasField("from_prefix"):
-            wanted = header.from_prefix
-            check_layer_count(len(wanted.layers))  # before they are taken in
-            source = Source(
-                wanted.namespace,
-                wanted.heads,
-                wanted.head_dim,
-                frozenset(wanted.layers),
-                wanted.generation,
-                wanted.rows,
-            )
-            warmed = self._attend.store_prefix(call.tenant, header.session, source)
+            if next(messages, None) is not None:
+                raise InvalidRequest("bytes", "nothing follows where a stored prefix is named")
+            warmed = self._store_prefix(header.session, header.from_prefix, call)
         else:
             raise InvalidRequest("source", "either rows or from_prefix is required")
         return pb.AttendStoreResponse(
@@ -76,6 +69,23 @@ class AttendService:
             skipped_count=warmed.skipped,
             resident_bytes=warmed.resident_bytes,
         )
+
+    def _store_prefix(self, session: str, wanted: pb.AttendFromPrefix, call: Call) -> Warmed:
+        check_layer_count(len(wanted.layers))  # before they are taken in
+        source = Source(
+            wanted.namespace,
+            wanted.heads,
+            wanted.head_dim,
+            frozenset(wanted.layers),
+            wanted.generation,
+            wanted.rows,
+        )
+        warmed = self._attend.store_prefix(call.tenant, session, source)
+        if warmed.skipped and not warmed.layers and (wanted.heads or wanted.head_dim):
+            given = f"{wanted.heads} heads of {wanted.head_dim} values (0: any)"
+            refusal = f"none of {warmed.skipped} layers of {wanted.namespace!r} has {given}"
+            raise InvalidRequest("head_dim" if wanted.head_dim else "heads", refusal)
+        return warmed
 
     def Lookup(self, request: pb.AttendLookupRequest, call: Call) -> pb.AttendLookupResponse:
         """Says which entries are resident."""

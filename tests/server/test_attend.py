@@ -378,10 +378,43 @@ def test_a_stored_prefix_becomes_resident_by_name(wire: AttendWire, heads: int) 
 
 
 def test_layers_of_another_shape_are_counted_not_guessed(wire: AttendWire) -> None:
+    tensors = (
+        TensorLayout(slot, side, 2, dim, DType.F32)
+        for slot, dim in ((0, 16), (1, 24))
+        for side in Side
+    )
+    wire.store(FloatSample("mixed", 60, Layout(tuple(tensors))))
+    answer = wire.store_entry(prefix_message("mixed", "mixed", heads=2, head_dim=16))
+    assert (answer.layer_count, answer.skipped_count) == (1, 1)
+    assert wire.states("mixed", 2) == [RESIDENT, MISSING]
+
+
+@pytest.mark.parametrize(
+    ("field", "shape"),
+    [
+        ("head_dim", {"heads": 3, "head_dim": 16}),
+        ("head_dim", {"head_dim": 5}),
+        ("heads", {"heads": 3}),
+        ("layers", {"layers": [9]}),
+        ("layers", {"layers": [0, 9]}),
+    ],
+)
+def test_what_fits_no_layer_of_a_prefix_is_refused_and_changes_nothing(
+    wire: AttendWire, field: str, shape: dict[str, Any]
+) -> None:
     stored_floats(wire, "shape")
-    answer = wire.store_entry(prefix_message("shape", "shape", heads=3, head_dim=16))
-    assert (answer.layer_count, answer.skipped_count, answer.resident_bytes) == (0, 3, 0)
+    refusal = refused(lambda: wire.store_entry(prefix_message("shape", "shape", **shape)))
+    assert (refusal.reason, refusal.fields) == ("INVALID", [field])
     assert wire.states("shape", 3) == [MISSING] * 3
+
+
+def test_bytes_behind_the_name_of_a_prefix_are_not_swallowed(wire: AttendWire) -> None:
+    stored_floats(wire, "followed")
+    header = prefix_message("followed", "followed")
+    _, *following = upload_messages("followed", pair("followed"))
+    refusal = refused(lambda: wire.store_entry([*header, *following]))
+    assert (refusal.reason, refusal.fields) == ("INVALID", ["bytes"])
+    assert wire.states("followed", 3) == [MISSING] * 3
 
 
 def test_generation_and_rows_that_a_caller_names_are_kept_to(wire: AttendWire) -> None:
