@@ -302,23 +302,31 @@ def test_huge_and_tiny_values_do_not_overflow(wire: AttendWire) -> None:
         assert np.isfinite(lse_of(answer, q)).all()
 
 
-@pytest.mark.parametrize("selector", [pb.ATTEND_SELECTOR_MEAN, pb.ATTEND_SELECTOR_QUEST])
-def test_a_needle_is_not_overlooked_at_any_depth(wire: AttendWire, selector: int) -> None:
-    """One key that the query matches, in 65,536 rows of noise."""
+@pytest.mark.parametrize(
+    ("selector", "strength"), [(pb.ATTEND_SELECTOR_QUEST, 2.5), (pb.ATTEND_SELECTOR_MEAN, 8.0)]
+)
+def test_a_needle_is_not_overlooked_at_any_depth(
+    wire: AttendWire, selector: int, strength: float
+) -> None:
+    """One key that the query matches, in 65,536 rows of noise of the same kind as the query.
+
+    Quest sees what dense attention sees; of a block's mean a single key is a 64th part, so there the
+    needle must be as large as needles seldom are.
+    """
     rows, dim = 65_536, 64
     k, v = pair("needle", heads=1, rows=rows, dim=dim)
-    k *= np.float32(0.1)
     needles = [int(rows * (depth + 0.5) / 10) for depth in range(10)]
-    directions = np.linalg.qr(rng("directions").standard_normal((dim, 10)))[0].T
-    for needle, direction in zip(needles, directions, strict=True):
-        k[0, needle] = 40 * direction
+    queries = rng("queries").standard_normal((10, 1, 1, dim), np.float32)
+    k[0, needles] = np.float32(strength) * queries[:, 0, 0]
     session = f"needle/{selector}"
     wire.upload(session, (k, v))
     choice = pb.AttendSparseAuto(block_rows=64, blocks=8, selector=selector)
-    for needle, direction in zip(needles, directions, strict=True):
-        q = (10 * direction).astype(np.float32).reshape(1, 1, dim)
-        out = out_of(wire.ask(query(session, q, {"sparse_auto": choice})), q)
-        np.testing.assert_allclose(out[0, 0], v[0, needle], rtol=0, atol=1e-3)
+    for needle, q in zip(needles, queries, strict=True):
+        dense, sparse = (
+            out_of(wire.ask(query(session, q, kind)), q) for kind in ({}, {"sparse_auto": choice})
+        )
+        for out in (dense, sparse):
+            assert np.abs(out[0, 0] - v[0, needle]).max() < 0.05
 
 
 # Making resident
