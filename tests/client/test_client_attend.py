@@ -231,7 +231,11 @@ def test_what_cannot_be_made_resident_says_why(client: Client) -> None:
     with pytest.raises(NotStored):
         client.warm("nothing")
     store_prefix(client, "shape")
-    assert client.warm("shape", heads=3).skipped == 2
+    for field, wanted in (("heads", {"heads": 3}), ("layers", {"layers": [0, 9]})):
+        with pytest.raises(InvalidRequest) as caught:
+            client.warm("shape", **wanted)
+        assert caught.value.field == field
+    assert client.attend_drop("shape") == 0
 
 
 @pytest.mark.parametrize(

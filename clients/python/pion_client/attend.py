@@ -66,7 +66,7 @@ class Warmed(NamedTuple):
 
     layers: int
     skipped: int
-    """Layers of the prefix that do not have the shape asked for."""
+    """Layers of the prefix that do not have the shape asked for, where others have it."""
     resident_bytes: int
 
 
@@ -279,6 +279,7 @@ class AttendMixin:
             timeout_s: by default a minute.
 
         Raises:
+            InvalidRequest: a layer that is named is not there, or no layer can have the shape given.
             NotStored: there is no such prefix, or it has no rows.
             GenerationDiffers: it has other rows than those of the generation.
             OverBudget: it does not fit; what is resident stays.
@@ -374,7 +375,10 @@ class AttendMixin:
         warm: bool = False,
         timeout_s: float | None = None,
     ) -> np.ndarray:
-        """Attention over all rows and a suffix, of which query m sees the first S - M + 1 + m rows.
+        """Attention over all rows and a causal suffix, aligned at the end.
+
+        Of a suffix of S rows, query m of M sees the first max(S - M, 0) + m + 1; all, if that is more
+        than there are.
 
         Args:
             session, layer: the entry.
@@ -439,8 +443,10 @@ class AttendMixin:
             session, layer: the entry.
             q: what is asked.
             block_rows, blocks: the size of a block, and how many are chosen, for all heads alike.
-            selector: "mean" ranks by the mean key of a block, "quest" by the largest score that a key
-                within the block's bounds could have.
+            selector: "mean" ranks by the mean key of a block: cheaper, and good where a block's keys
+                are alike, but one key that stands out among others is a share of 1/block_rows and
+                easily overlooked. "quest" ranks by the largest score that a key within the block's
+                bounds could have, and finds it (Tang et al. 2024, arXiv:2406.10774).
             head_map, window, scale, warm: see the class.
             timeout_s: instead of the client's.
         """

@@ -134,7 +134,8 @@ def make_pion_prompt_cache(
         prefix_len: the prefix's tokens.
         sparse_full_layers: {"K_block": rows, "K_blocks": count}: when one token is decoded, every layer
             looks at so many blocks of the prefix only, the best ones, and at all that follows it.
-        selector: how blocks are ranked, "mean" (default) or "quest".
+        selector: how blocks are ranked, "mean" (default) or "quest"; single keys that matter much are
+            found by "quest" only (`Client.attend_query_sparse_auto`).
 
     Raises:
         NotStored: the prefix is neither stored nor at hand: call `get_or_prefill` first.
