@@ -138,6 +138,28 @@ def test_attention_is_not_computed_from_another_nodes_rows(stored: Shelf) -> Non
                 client.drop(name)
 
 
+def test_a_session_is_not_lost_when_a_prefix_has_its_name(stored: Shelf) -> None:
+    """Of twelve names at least one belongs to another node than the tokens, or the test says nothing."""
+    ring = Ring(stored.keys)
+    some = prompts(12, first=9_000)
+    assert any(ring.node(prompt.name) != ring.node(prompt.route) for prompt in some)
+    pair = np.ones((1, 4, 8), np.float32), np.ones((1, 4, 8), np.float32)
+    for who in (stored.client, stored.hashing):
+        with who() as client, who() as stranger:
+            for prompt in some:
+                client.states.store(prompt.name, 0, b"state")
+                client.attend_store(prompt.name, 0, *pair)
+                prompt.store(client)
+                assert prompt.matches(client)
+                assert prompt.fetched(client)
+                assert client.states.fetch(prompt.name, 0) is not None
+                assert client.attend_query(prompt.name, 0, np.ones((1, 8), np.float32)).any()
+                assert stranger.states.fetch(prompt.name, 0) is not None
+                assert client.states.drop(prompt.name) == 1
+                assert client.attend_drop(prompt.name) == 1
+                client.drop(prompt.name)
+
+
 def attention(query: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     scores = np.einsum("hd,hnd->hn", query, k) / np.sqrt(k.shape[-1])
     weights = np.exp(scores - scores.max(-1, keepdims=True))

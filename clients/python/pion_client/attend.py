@@ -87,6 +87,8 @@ class Attending:
         """How the last query was answered."""
         self._calls = calls
         self._routes = routes
+        self._sessions = Routes()
+        """Apart from names of prefixes, which may be the same: a session stays where its rows are."""
         self._streams = AttendStreams(calls.connection)
 
     def close(self) -> None:
@@ -95,7 +97,7 @@ class Attending:
 
     def follow(self, session: str, namespace: str) -> None:
         """Has a session's calls go to the node that holds a namespace."""
-        self._routes.remember(session, self._routes.of(namespace))
+        self._sessions.remember(session, self._routes.of(namespace))
 
     def store(
         self, session: str, layer: int, k: Array, v: Array, timeout_s: float | None
@@ -147,7 +149,7 @@ class Attending:
         """Says where entries stand."""
         layers = _counts("layers", layers)
         request = pb.AttendLookupRequest(session=text("session", session), layers=layers)
-        answer = self._calls.ask("attend_lookup", request, self._routes.of(session), timeout_s)
+        answer = self._calls.ask("attend_lookup", request, self._sessions.of(session), timeout_s)
         if [entry.layer for entry in answer.entries] != layers:
             raise BadAnswer(f"{len(answer.entries)} answers about {len(layers)} layers")
         return [
@@ -165,7 +167,7 @@ class Attending:
         """Forgets entries."""
         layer = None if layer is None else count("layer", layer)
         request = pb.AttendDropRequest(session=text("session", session), layer=layer)
-        answer = self._calls.once("attend_drop", request, self._routes.of(session), timeout_s)
+        answer = self._calls.once("attend_drop", request, self._sessions.of(session), timeout_s)
         return int(answer.dropped_count)
 
     def ask(self, request: pb.AttendQueryRequest, timeout_s: float | None) -> Answer:
@@ -186,7 +188,7 @@ class Attending:
     def _exchange(
         self, request: pb.AttendQueryRequest, deadline: Deadline
     ) -> pb.AttendQueryResponse:
-        route = self._routes.of(request.session)
+        route = self._sessions.of(request.session)
         if self._streams.usable():
             try:
                 answer = self._streams.exchange(request, route, deadline)
@@ -212,7 +214,7 @@ class Attending:
             call: Any = stubs.attend_store.future(
                 _messages(header, sides, watchdog),
                 timeout=deadline.remaining_s,
-                metadata=connection.metadata(self._routes.of(header.session)),
+                metadata=connection.metadata(self._sessions.of(header.session)),
             )
             with watchdog.over(call):
                 try:

@@ -36,13 +36,18 @@ class Routes:
     def of(self, key: str | bytes) -> str:
         """Returns the route; of what is not known, the name itself."""
         with self._lock:
-            return self._routes.get(_text(key), _text(key)[:ROUTE_CHARACTERS_MAX])
+            return self._routes.get(_text(key), by_name(_text(key)))
 
     def where(self, key: str | bytes) -> tuple[str, ...]:
         """Returns the routes to try, one after the other: all nodes, if it is not known."""
         with self._lock:
             known = _text(key) in self._routes
         return (self.of(key),) if known else (self.of(key), *self.everywhere)
+
+
+def by_name(name: str) -> str:
+    """Returns the route of what is known by its name alone."""
+    return name[:ROUTE_CHARACTERS_MAX]
 
 
 def _text(key: str | bytes) -> str:

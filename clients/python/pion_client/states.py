@@ -3,6 +3,9 @@
 Knows the service SSMState; not what a value is made of (`arrays_cache` writes and reads one form). A
 value is stored and fetched as a whole: what a broken stream has brought is kept and the rest asked for,
 unless the value has been replaced meanwhile, and then everything comes anew.
+
+The one decision: a session is routed by its own name, always. What is stored under the same name as a
+prefix's moves nothing, and whoever knows the name finds what is there.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +20,7 @@ from pion_client.calls import Calls
 from pion_client.errors import BadAnswer
 from pion_client.fetching import DamagedChunk, Progress
 from pion_client.receiving import receive_whole
-from pion_client.routes import Routes
+from pion_client.routes import by_name
 from pion_client.values import DurabilityName, Part
 from pion_wire import limits
 from pion_wire.framing import FrameError, HeaderBytes, parse_bytes_message
@@ -119,9 +122,8 @@ class StateReception:
 class States:
     """The states of one client."""
 
-    def __init__(self, calls: Calls, routes: Routes, *, bytes_max: int) -> None:
+    def __init__(self, calls: Calls, *, bytes_max: int) -> None:
         self._calls = calls
-        self._routes = routes
         self._bytes_max = bytes_max
 
     def store(
@@ -180,7 +182,7 @@ class States:
                 (part,),
                 first_row=0,
                 progress=progress,
-                route=self._routes.of(session),
+                route=by_name(session),
                 deadline=deadline,
                 bytes_only=True,
             ),
@@ -207,7 +209,7 @@ class States:
         reception = StateReception(bytes_max=self._bytes_max, progress=progress)
         deadline = self._calls.stream_deadline(timeout_s)
         receive_whole(
-            self._calls, "state_fetch", asked, reception, self._routes.of(session), deadline
+            self._calls, "state_fetch", asked, reception, by_name(session), deadline
         )
         return reception.state()
 
@@ -219,6 +221,5 @@ class States:
             session=text("session", session),
             layer=None if layer is None else count("layer", layer),
         )
-        route = self._routes.of(session)
-        answer = self._calls.once("state_drop", request, route, timeout_s)
+        answer = self._calls.once("state_drop", request, by_name(session), timeout_s)
         return int(answer.dropped_count)
