@@ -136,6 +136,12 @@ class Stalled(PionError):
     reason = "STALLED"
 
 
+class Gone(PionError):
+    """Nobody waits for the answer any more."""
+
+    reason = "STALLED"
+
+
 class NoBackend(PionError):
     """This server cannot do that."""
 

@@ -23,6 +23,8 @@ from pion_grpc.backends.base import (
     Sparse,
     SparseAuto,
     SparseAutoFused,
+    Unwanted,
+    always,
 )
 from pion_grpc.backends.plan import check_range
 from pion_grpc.backends.query import QueryError, check
@@ -43,6 +45,8 @@ __all__ = [
     "Sparse",
     "SparseAuto",
     "SparseAutoFused",
+    "Unwanted",
+    "always",
     "check",
     "check_range",
     "create",

@@ -16,6 +16,7 @@ Query head h reads K/V head ``head_map[h]``, or ``h // (heads_q // heads_kv)`` w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -154,6 +155,21 @@ class Resident:
     nbytes: int
 
 
+class Unwanted(Exception):
+    """Nobody waits for the answer any more: it was not computed, or not to the end."""
+
+
+def always() -> bool:
+    """Somebody waits."""
+    return True
+
+
+def check_wanted(wanted: Callable[[], bool]) -> None:
+    """Raise `Unwanted` if nobody waits."""
+    if not wanted():
+        raise Unwanted
+
+
 class Backend(Protocol):
     """Where attention is computed. Every method may be called from any thread."""
 
@@ -175,8 +191,13 @@ class Backend(Protocol):
         """
         ...
 
-    def attend(self, resident: Resident, query: Query) -> Answer:
-        """Answer a query that `query.check` accepted, over what this backend loaded."""
+    def attend(
+        self, resident: Resident, query: Query, wanted: Callable[[], bool] = always
+    ) -> Answer:
+        """Answer a query that `query.check` accepted, over what this backend loaded.
+
+        ``wanted`` is asked, from any thread, before parts of the work; raises `Unwanted` on a no.
+        """
         ...
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ widens what it reads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from pion_grpc.backends.base import (
     Query,
     Resident,
     Sparse,
+    always,
+    check_wanted,
 )
 from pion_grpc.backends.blocks import KEPT_SHARE, Summaries
 
@@ -75,20 +78,23 @@ class FastBackend:
             summaries=Summaries(nbytes // KEPT_SHARE),
         )
 
-    def attend(self, resident: Resident, query: Query) -> Answer:
+    def attend(
+        self, resident: Resident, query: Query, wanted: Callable[[], bool] = always
+    ) -> Answer:
         """See `base.Backend`."""
         assert isinstance(resident, _Held)
+        check_wanted(wanted)
         if not plan.fits_f32(query, resident.tokens, resident.peak_k, resident.peak_v):
-            return reference.attend(resident.k, resident.v, query)
+            return reference.attend(resident.k, resident.v, query, wanted)
         if isinstance(query, Sparse):
             return _attend_sparse(resident, query)
-        return _attend_spans(resident, query)
+        return _attend_spans(resident, query, wanted)
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-def _attend_spans(resident: _Held, query: Query) -> Answer:
+def _attend_spans(resident: _Held, query: Query, wanted: Callable[[], bool]) -> Answer:
     """All heads read the same spans of the prefix, then the suffix, if there is one."""
     heads, rows, dim = query.q.shape
     spans = plan.spans(query, resident, lambda: resident.k, resident.summaries)
@@ -110,10 +116,11 @@ def _attend_spans(resident: _Held, query: Query) -> Answer:
             parts.append(_Part(suffix.k[group.kv], suffix.v[group.kv], last))
         mine = q[group.heads]
         tile = mine.reshape(len(parts[0].k), -1, dim)
-        pieces = [
-            _attend_tile(tile[:, some], parts, plan.suffix_mask(some, rows, suffix_tokens))
-            for some in plan.steps(tile.shape[1], SCORES_PER_TILE // (len(tile) * columns))
-        ]
+        pieces = []
+        for some in plan.steps(tile.shape[1], SCORES_PER_TILE // (len(tile) * columns)):
+            check_wanted(wanted)
+            mask = plan.suffix_mask(some, rows, suffix_tokens)
+            pieces.append(_attend_tile(tile[:, some], parts, mask))
         o, s = pieces[0] if len(pieces) == 1 else _joined(pieces)
         done.append((o.reshape(mine.shape), s.reshape(mine.shape[:2])))
     out, lse = done[0] if len(done) == 1 else _by_head(groups, done, q.shape)

@@ -3,7 +3,8 @@
 The only file of the server that imports MLX, and only when this backend is asked for. It refuses to
 let MLX out of its thread. The decision to understand: MLX's streams belong to a thread, a lazy array
 can only be evaluated where it was made, and every thread that touches MLX leaves one behind. So one
-compute thread owns the stream; callers hand it a function and get NumPy arrays back, evaluated.
+compute thread owns the stream; callers hand it a function and get NumPy arrays back, evaluated. Large
+queries are computed in steps, so that others need not wait for their end.
 
 `mx.fast.scaled_dot_product_attention` computes wherever no log-sum-exp is asked for (it returns
 none); otherwise the same formula in single operations.
@@ -14,7 +15,7 @@ log-sum-exp, and on the CPU, where MLX's float16 products are slow, it is widene
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,12 +32,16 @@ from pion_grpc.backends.base import (
     Query,
     Resident,
     Sparse,
+    Unwanted,
+    always,
+    check_wanted,
 )
 from pion_grpc.backends.blocks import KEPT_SHARE, Summaries
 
 T = TypeVar("T")
 
-SCORES_PER_TILE = 1 << 26  # 256 MiB of float32 scores exist at once, where they exist at all
+SCORES_PER_STEP = 1 << 23
+"""32 MiB of float32, where they exist at all; on a CPU some 50 ms of the compute thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,6 +67,27 @@ class ComputeThread:
     def run(self, work: Callable[[], T]) -> T:
         """Call ``work`` on the compute thread and wait. Never from the compute thread itself."""
         return self._pool.submit(work).result()
+
+    def run_steps(self, work: Generator[None, None, T], wanted: Callable[[], bool]) -> T:
+        """Run ``work`` to its end, and what others have queued at each of its yields.
+
+        Raises `Unwanted` as soon as a step is no longer wanted.
+        """
+
+        def step() -> tuple[T] | None:
+            try:
+                check_wanted(wanted)
+                next(work)
+            except StopIteration as end:
+                return (end.value,)
+            except Unwanted:
+                work.close()  # here, where its arrays were made
+                raise
+            return None
+
+        while (done := self.run(step)) is None:
+            pass
+        return done[0]
 
     def close(self) -> None:
         """Finish what is queued, then end the thread."""
@@ -108,25 +134,32 @@ class MlxBackend:
             summaries=Summaries(nbytes // KEPT_SHARE),
         )
 
-    def attend(self, resident: Resident, query: Query) -> Answer:
+    def attend(
+        self, resident: Resident, query: Query, wanted: Callable[[], bool] = always
+    ) -> Answer:
         """See `base.Backend`."""
         assert isinstance(resident, MlxResident)
-        return self._thread.run(lambda: self._attend(resident, query))
+        answer = self._thread.run_steps(self._attend(resident, query), wanted)
+        if answer is not None:
+            return answer
+        k, v = self._thread.run(lambda: (_host(resident.k), _host(resident.v)))
+        return reference.attend(k, v, query, wanted)  # NumPy's work, on the caller's thread
 
     def close(self) -> None:
         """End the compute thread."""
         self._thread.close()
 
-    def _attend(self, resident: MlxResident, query: Query) -> Answer:
-        if self._fits(resident, query):
-            if isinstance(query, Sparse):
-                answer = self._attend_sparse(resident, query)
-            else:
-                answer = self._attend_spans(resident, query)
-            # Scores in float16 may still have left it where there is no kernel that sums in float32.
-            if self._type(query) == mx.float32 or np.isfinite(answer.out).all():
-                return answer
-        return reference.attend(_host(resident.k), _host(resident.v), query)
+    def _attend(self, resident: MlxResident, query: Query) -> Generator[None, None, Answer | None]:
+        """Compute in steps; None where it takes the reference."""
+        if not self._fits(resident, query):
+            return None
+        if isinstance(query, Sparse):
+            answer = self._attend_sparse(resident, query)
+        else:
+            answer = yield from self._attend_spans(resident, query)
+        # Scores in float16 may still have left it where there is no kernel that sums in float32.
+        in_range = self._type(query) == mx.float32 or np.isfinite(answer.out).all()
+        return answer if in_range else None
 
     def _type(self, query: Query) -> mx.Dtype:
         """What products are made in: a log-sum-exp is worth having in float32 only."""
@@ -139,7 +172,7 @@ class MlxBackend:
             return True
         return all(plan.peak(a) <= plan.F16_MAX for a in (query.q, *(query.suffix or ())))
 
-    def _attend_spans(self, resident: MlxResident, query: Query) -> Answer:
+    def _attend_spans(self, resident: MlxResident, query: Query) -> Generator[None, None, Answer]:
         """All heads read the same spans of the prefix, then the suffix, if there is one."""
         heads, rows, dim = query.q.shape
         spans = plan.spans(query, resident, lambda: _host(resident.k), resident.summaries)
@@ -155,7 +188,9 @@ class MlxBackend:
         out = np.empty((heads, rows, dim), np.float32)
         lse = np.empty((heads, rows), np.float32)
         groups = plan.groups(query.head_map, heads, resident.heads, resident.heads)
-        for some in plan.steps(rows, SCORES_PER_TILE // (heads * keys.shape[2])):
+        for some in plan.steps(rows, SCORES_PER_STEP // (heads * keys.shape[2])):
+            if some.start:
+                yield
             mask = plan.suffix_mask(some, rows, suffix_tokens)
             if mask is not None:
                 prefix = keys.shape[2] - suffix_tokens

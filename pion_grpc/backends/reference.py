@@ -8,6 +8,7 @@ float32 numbers never overflow float64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from pion_grpc.backends.base import (
     Resident,
     Sparse,
     SparseAuto,
+    always,
+    check_wanted,
 )
 from pion_grpc.backends.plan import hold
 
@@ -47,16 +50,18 @@ class ReferenceBackend:
         heads, tokens, dim = k.shape
         return _Held(heads=heads, tokens=tokens, dim=dim, nbytes=k.nbytes + v.nbytes, k=k, v=v)
 
-    def attend(self, resident: Resident, query: Query) -> Answer:
+    def attend(
+        self, resident: Resident, query: Query, wanted: Callable[[], bool] = always
+    ) -> Answer:
         """See `base.Backend`."""
         assert isinstance(resident, _Held)
-        return attend(resident.k, resident.v, query)
+        return attend(resident.k, resident.v, query, wanted)
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-def attend(k: Array, v: Array, query: Query) -> Answer:
+def attend(k: Array, v: Array, query: Query, wanted: Callable[[], bool] = always) -> Answer:
     """Answer ``query`` over k, v [heads_kv][tokens][dim] of any float type.
 
     For each query head: gather the keys it may see, score them, softmax, weigh the values. Values
@@ -80,6 +85,7 @@ def attend(k: Array, v: Array, query: Query) -> Answer:
                 continue  # zeros and -inf: there is nothing to attend to
             step = max(1, _SCORES_MAX // len(keys))
             for some in (slice(first, first + step) for first in range(0, rows, step)):
+                check_wanted(wanted)
                 scores = query.q[head, some].astype(np.float64) @ keys.T * query.softmax_scale
                 scores[:, len(seen) :][~_suffix_mask(rows, suffix_tokens, some)] = -np.inf
                 peak = scores.max(axis=1, keepdims=True)

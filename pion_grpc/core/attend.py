@@ -28,7 +28,16 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from pion_grpc.backends import Answer, Backend, QueryError, Resident, check, check_range
+from pion_grpc.backends import (
+    Answer,
+    Backend,
+    QueryError,
+    Resident,
+    Unwanted,
+    always,
+    check,
+    check_range,
+)
 from pion_grpc.core.attend_query import FIELDS, Ask
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Reading
@@ -37,6 +46,7 @@ from pion_grpc.errors import (
     ChecksumMismatch,
     Cold,
     GenerationDiffers,
+    Gone,
     InvalidRequest,
     Missing,
     NotStored,
@@ -295,21 +305,25 @@ class Attend:
                     del self._cold[key]
             return len(doomed)
 
-    def ask(self, key: Key, ask: Ask, *, warm: bool = False) -> Answer:
+    def ask(
+        self, key: Key, ask: Ask, *, warm: bool = False, wanted: Callable[[], bool] = always
+    ) -> Answer:
         """Answers one query over an entry.
 
         Args:
             key: which.
             ask: the query.
             warm: make the entry resident first if it is cold.
+            wanted: whether somebody waits for the answer.
 
         Raises:
             Cold: the entry is known, not resident, and `warm` was not asked for or cannot be done.
             Missing: it is unknown.
             InvalidRequest: the query does not fit the entry.
             OverBudget, Corrupt: it could not be made resident.
+            Gone: nobody waits.
         """
-        return self._answer(self._resident(key, warm=warm), ask)
+        return self._answer(self._resident(key, warm=warm), ask, wanted)
 
     def compute(self, shape: Shape, k: memoryview, v: memoryview, ask: Ask) -> Answer:
         """Answers a query over K and V that come with it; nothing becomes resident.
@@ -337,13 +351,16 @@ class Attend:
 
     # -- parts of the above
 
-    def _answer(self, resident: Resident, ask: Ask) -> Answer:
+    def _answer(self, resident: Resident, ask: Ask, wanted: Callable[[], bool] = always) -> Answer:
         try:
             query = ask.query(resident, self.window)
             check(query, resident)
         except QueryError as error:
             raise InvalidRequest(FIELDS.get(error.field, error.field), error.reason) from error
-        return self.backend.attend(resident, query)
+        try:
+            return self.backend.attend(resident, query, wanted)
+        except Unwanted as error:
+            raise Gone("nobody waits for the answer") from error
 
     def _resident(self, key: Key, *, warm: bool) -> Resident:
         with self._lock:

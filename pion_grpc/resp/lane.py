@@ -13,12 +13,13 @@ import asyncio
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple, TypeAlias, cast
 
 import structlog
 
+from pion_grpc.backends import always
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend, Key
 from pion_grpc.core.attend_query import Ask, SuffixBytes
@@ -172,7 +173,7 @@ class LaneConnection(asyncio.BufferedProtocol):
     def _answer_query(self, body: memoryview) -> None:
         """Runs on a worker."""
         try:
-            answer = attended(self._engine.attend, body)
+            answer = attended(self._engine.attend, body, lambda: not self._transport.is_closing())
         except Exception:
             _log.exception("internal error", command="binary lane")
             answer = Status.ERROR, ()
@@ -221,14 +222,16 @@ class LaneConnection(asyncio.BufferedProtocol):
             self._watch = None
 
 
-def attended(attend: Attend | None, body: memoryview) -> FusedAnswer:
+def attended(
+    attend: Attend | None, body: memoryview, wanted: Callable[[], bool] = always
+) -> FusedAnswer:
     """Returns the answer to the body of a query; the lane's words for what is wrong with it."""
     try:
         query = parse_fused_query(body)
         if attend is None:
             return Status.ERROR, ()
         key = Key("", query.sid.decode(), query.layer)
-        return Status.OK, (attend.ask(key, _ask(query)).out.data,)
+        return Status.OK, (attend.ask(key, _ask(query), wanted=wanted).out.data,)
     except MalformedBodyError:
         return Status.MISS, ()
     except Cold:

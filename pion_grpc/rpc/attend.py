@@ -123,7 +123,8 @@ class AttendService:
 
     def _answer(self, request: pb.AttendQueryRequest, call: Call) -> pb.AttendQueryResponse:
         key = Key(call.tenant, request.session, request.layer)
-        answer = self._attend.ask(key, _ask(request), warm=request.warm)
+        wanted = call.context.is_active
+        answer = self._attend.ask(key, _ask(request), warm=request.warm, wanted=wanted)
         given = answer.lse if request.log_sum_exp else None
         return pb.AttendQueryResponse(
             data=answer.out.tobytes(), log_sum_exp=b"" if given is None else given.tobytes()

@@ -13,7 +13,17 @@ import psutil
 import pytest
 from crc32c import crc32c
 
-from pion_grpc.backends import Answer, Backend, Query, Resident, create
+from pion_grpc.backends import (
+    Answer,
+    Backend,
+    Dense,
+    Fused,
+    Query,
+    Resident,
+    Unwanted,
+    always,
+    create,
+)
 from pion_grpc.backends.reference import attend as reference
 from pion_grpc.core.attend import (
     Attend,
@@ -32,6 +42,7 @@ from pion_grpc.errors import (
     Cold,
     Corrupt,
     GenerationDiffers,
+    Gone,
     InvalidRequest,
     Missing,
     NotStored,
@@ -966,7 +977,9 @@ class SlowBackend:
     def load(self, k: Array, v: Array) -> Resident:
         return self._inner.load(k, v)
 
-    def attend(self, resident: Resident, query: Query) -> Answer:
+    def attend(
+        self, resident: Resident, query: Query, wanted: Callable[[], bool] = always
+    ) -> Answer:
         self.asked.set()
         assert self.go.wait(30)
         return self._inner.attend(resident, query)
@@ -993,7 +1006,9 @@ class SlowLoader:
         assert self.go.wait(30)
         return self._inner.load(k, v)
 
-    def attend(self, resident: Resident, query: Query) -> Answer:
+    def attend(
+        self, resident: Resident, query: Query, wanted: Callable[[], bool] = always
+    ) -> Answer:
         return self._inner.attend(resident, query)
 
     def close(self) -> None:
@@ -1100,6 +1115,61 @@ def test_an_entry_that_goes_while_a_query_runs_is_answered_all_the_same(
     backend.go.set()
     thread.join()
     assert_right(answers[0], ask, rows[0])
+
+
+@pytest.mark.parametrize("name", ["numpy", "mlx", "reference"])
+def test_nothing_is_computed_for_those_who_have_gone(
+    make: Callable[..., Attend], name: Any
+) -> None:
+    attend = make(backend=create(name))
+    rows = random_rows("s")
+    upload(attend, "s", rows)
+    for kind in KINDS.values():
+        ask = question(**{"queries": 1} | kind(HEADS))
+        with pytest.raises(Gone):
+            attend.ask(Key("", "s", 0), ask, wanted=lambda: False)
+    assert_answers(attend, "s", rows)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_long_query_does_not_keep_others_waiting_for_its_end(with_lse: bool) -> None:
+    """MLX has one compute thread. The long one is given up when the short one has its answer."""
+    backend = create("mlx")
+    k = random_rows("long", 1, 8_192, 1)[0][0]
+    resident = backend.load(k, k)
+    long = Dense(q=rng("q").standard_normal((1, 1 << 15, DIM), np.float32), with_lse=with_lse)
+    short = Dense(q=long.q[:, :1])
+    begun, answered = threading.Event(), threading.Event()
+    given_up: list[bool] = []
+
+    def wanted() -> bool:
+        begun.set()
+        return not answered.is_set()
+
+    def ask_long() -> None:
+        try:
+            backend.attend(resident, long, wanted)
+        except Unwanted:
+            given_up.append(True)
+
+    (thread,) = in_threads(ask_long)
+    assert begun.wait(30)
+    backend.attend(resident, short)
+    answered.set()
+    thread.join()
+    backend.close()
+    assert given_up
+
+
+def test_steps_of_a_long_query_do_not_make_another_answer() -> None:
+    backend = create("mlx")
+    k, v = random_rows("long", 1, 8_192, 1)[0]
+    suffix_k, suffix_v = random_rows("suffix", 1, 40, 1)[0]
+    q = rng("q").standard_normal((1, 2_500, DIM), np.float32)
+    query = Fused(q=q, k_suffix=suffix_k, v_suffix=suffix_v)
+    got = backend.attend(backend.load(k, v), query)
+    backend.close()
+    np.testing.assert_allclose(got.out, reference(k, v, query).out, rtol=0, atol=1e-5)
 
 
 def test_threads_that_store_ask_warm_and_drop_at_once_never_get_another_entrys_answer(
