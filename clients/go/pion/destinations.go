@@ -82,7 +82,10 @@ func (w *writing) begin(announced *Prefix) error {
 }
 
 func (w *writing) write(_ piece, _ uint64, data []byte) error {
-	_, err := w.w.Write(data)
+	n, err := w.w.Write(data)
+	if err == nil && n < len(data) {
+		err = io.ErrShortWrite
+	}
 	return err
 }
 

@@ -102,6 +102,17 @@ var reasonsByCode = map[codes.Code]Reason{
 	codes.PermissionDenied: ReasonNotAllowed,
 }
 
+// ofCaller marks an error of the caller's own code: it ends the call, whatever it is, and is returned as
+// it is. It may well come from another client of this package, and must not be taken for this one's.
+type ofCaller struct{ error }
+
+func fromCaller(err error) error {
+	if err == nil {
+		return nil
+	}
+	return ofCaller{err}
+}
+
 // errStalled ends a stream that brought nothing for too long; it is the cause of its context's end.
 var errStalled = errors.New("the stream made no progress")
 

@@ -22,21 +22,25 @@ type FetchRequest struct {
 	Begin, End uint64
 	// Slots are those wanted; none means all.
 	Slots []uint32
-	// PartKinds are the kinds of parts to bring along, those at the last row.
+	// PartKinds are the kinds of parts to bring along. Rows never come without them: where End is 0, they
+	// end where Match would say; an End that has not every kind is a miss.
 	PartKinds []string
 	// Into returns the memory for the rows of a tensor: at least so many bytes. Without it, or where it
 	// returns nil, memory is allocated. It is asked for all tensors again if the prefix was replaced on
 	// the way. After an error, what is in that memory is of no use.
 	Into func(tensor wire.TensorLayout, bytes int) []byte
-	// Progress is called with the bytes here and those in all. An error abandons the fetch.
+	// Progress is called with the bytes here and those in all. An error abandons the fetch, which then
+	// returns it as it is.
 	Progress func(done, total uint64) error
 }
 
 // Prefix is what a Fetch brought.
 type Prefix struct {
-	// Hit tells whether anything did; Reason why not.
+	// Hit tells whether anything did; Reason why not, or why the rows end before the prefix does.
 	Hit    bool
 	Reason MissReason
+	// ShortenedBy is the kind of part that was missing there.
+	ShortenedBy string
 
 	Info PrefixInfo
 	// Begin and End are the rows that are here.
@@ -58,7 +62,7 @@ func (c *Client) Fetch(ctx context.Context, request FetchRequest) (*Prefix, erro
 
 // FetchTo writes rows, tensor after tensor, and then parts to a writer while they arrive; it needs
 // memory for a few chunks, whatever the size. What has been written when an error is returned is a
-// beginning, each byte of it checked. If the prefix changes on the way, that is an error
+// beginning, each byte of it checked. An error of the writer or of begin is returned as it is. If the prefix changes on the way, that is an error
 // (ReasonGeneration), as what was written cannot be taken back. Into does not count.
 //
 // begin, if not nil, is called once before the first byte, with what will come.
@@ -83,6 +87,9 @@ func (c *Client) fetch(ctx context.Context, request FetchRequest, to destination
 	for !taken.ended() {
 		before := taken.done
 		err := c.receive(ctx, taken, route)
+		if own, ok := err.(ofCaller); ok {
+			return nil, own.error
+		}
 		if taken.ended() {
 			break // only the end of the stream was lost
 		}
@@ -181,6 +188,8 @@ func (r *reception) ask() *pionv1.PrefixStoreFetchRequest {
 		return asked
 	}
 	asked.Generation = r.prefix.Info.Generation
+	// Those announced: a live prefix may have got more meanwhile, under the same generation.
+	asked.Rows = &pionv1.RowRange{Begin: r.prefix.Begin, End: r.prefix.End}
 	if next := r.pieces[0]; next.isPart {
 		asked.ResumePart = uint32(next.number) + 1
 		asked.ResumePartOffsetBytes = r.filled
@@ -203,6 +212,8 @@ func (r *reception) resumes(ctx context.Context, err error, fruitless int, patie
 	}
 	return pause(ctx, err, fruitless, patient)
 }
+
+const goneMessage = "the stream broke, and where it was to go on the prefix is not: it is gone, or this is another node"
 
 // errDamaged marks a chunk that arrived damaged: it is asked for again.
 var errDamaged = errors.New("a chunk arrived with another checksum than it was sent with")
@@ -236,9 +247,9 @@ func (r *reception) takeHeader(text []byte) error {
 	}
 	if !header.GetFound() {
 		if r.prefix != nil && !r.to.restarts() { // dropped between two streams
-			return &Error{Reason: ReasonGeneration, Message: "the prefix was dropped while it was fetched"}
+			return &Error{Reason: ReasonGeneration, Message: goneMessage}
 		}
-		r.prefix, r.pieces = &Prefix{Reason: header.GetReason()}, nil
+		r.prefix, r.pieces = &Prefix{Reason: header.GetReason(), ShortenedBy: header.GetShortenedBy()}, nil
 		return nil
 	}
 	announced, err := announcedBy(header)
@@ -252,7 +263,7 @@ func (r *reception) takeHeader(text []byte) error {
 		return err
 	}
 	if err := r.to.begin(announced); err != nil {
-		return err
+		return fromCaller(err)
 	}
 	r.prefix, r.pieces = announced, piecesOf(announced)
 	return nil
@@ -279,7 +290,7 @@ func (r *reception) takeChunk(got place, data []byte, checksum uint32) error {
 		return &Error{Reason: ReasonChecksum, Message: errDamaged.Error(), cause: errDamaged}
 	}
 	if err := r.to.write(*next, r.filled, data); err != nil {
-		return err
+		return fromCaller(err)
 	}
 	r.filled += size
 	r.done += size
@@ -287,7 +298,7 @@ func (r *reception) takeChunk(got place, data []byte, checksum uint32) error {
 		r.pieces, r.filled = r.pieces[1:], 0
 	}
 	if r.request.Progress != nil {
-		return r.request.Progress(r.done, r.prefix.TotalBytes)
+		return fromCaller(r.request.Progress(r.done, r.prefix.TotalBytes))
 	}
 	return nil
 }
@@ -306,14 +317,15 @@ func announcedBy(header *pionv1.PrefixStoreFetchHeader) (*Prefix, error) {
 		return nil, badAnswer("%v", err)
 	}
 	prefix := &Prefix{
-		Hit:        true,
-		Reason:     header.GetReason(),
-		Info:       info,
-		Begin:      header.GetRows().GetBegin(),
-		End:        header.GetRows().GetEnd(),
-		TokenIDs:   tokenIDs,
-		TotalBytes: header.GetTotalBytes(),
-		Tensors:    make([]Tensor, len(layout)),
+		Hit:         true,
+		Reason:      header.GetReason(),
+		ShortenedBy: header.GetShortenedBy(),
+		Info:        info,
+		Begin:       header.GetRows().GetBegin(),
+		End:         header.GetRows().GetEnd(),
+		TokenIDs:    tokenIDs,
+		TotalBytes:  header.GetTotalBytes(),
+		Tensors:     make([]Tensor, len(layout)),
 	}
 	for i, tensor := range layout {
 		prefix.Tensors[i] = Tensor{Layout: tensor, Bytes: int64(prefix.rows()) * int64(tensor.RowBytes())}

@@ -59,6 +59,9 @@ func (c *Client) Store(ctx context.Context, request StoreRequest) (Stored, error
 	_, patient := ctx.Deadline()
 	for attempt := 1; ; attempt++ {
 		answer, err := c.send(ctx, header, pieces, request.Progress, route)
+		if own, ok := err.(ofCaller); ok {
+			return Stored{}, own.error
+		}
 		if err != nil {
 			var known *Error
 			lost := errors.As(err, &known) && known.FromTransport
@@ -166,19 +169,24 @@ func (c *Client) send(
 		total += uint64(piece.size)
 	}
 	err = stream.SendMsg(first)
+	dog.stop() // the time that reading takes is the caller's own
 	room := make([]byte, wire.ChunkBytesMax)
 	for i := 0; i < len(pieces) && err == nil; i++ {
 		err = pieces[i].each(room, func(chunk *frame, size int) error {
 			dog.wind()
-			if err := stream.SendMsg(chunk); err != nil {
+			err := stream.SendMsg(chunk)
+			dog.stop()
+			if err != nil {
 				return err
 			}
 			if done += uint64(size); progress != nil {
-				dog.stop()
 				progress(done, total)
 			}
 			return nil
 		})
+	}
+	if own, ok := err.(ofCaller); ok {
+		return nil, own
 	}
 	if err != nil && err != io.EOF { // EOF: the server has answered already
 		return nil, errorOf(ctx, err)
@@ -203,10 +211,10 @@ func (s source) each(room []byte, take func(chunk *frame, size int) error) error
 	for offset := int64(0); offset < s.size; {
 		data := room[:min(int64(len(room)), s.size-offset)]
 		if n, err := s.from.ReadAt(data, offset); n < len(data) {
-			if err == io.EOF {
+			if err == nil || err == io.EOF {
 				err = io.ErrUnexpectedEOF
 			}
-			return err
+			return ofCaller{err}
 		}
 		chunk := newFrame(len(data)+wire.FrameBytesMax, func(to []byte) []byte {
 			return s.frame(to, s.firstRow+uint64(offset)/uint64(s.unit), data)
