@@ -312,6 +312,42 @@ def test_a_part_that_is_not_the_models_is_not_installed(server, hybrid, how, exp
     assert np.array_equal(decoded(hybrid, cache), decoded(hybrid, source))
 
 
+HOSTILE = {
+    "nested": "[" * 4000,
+    "as large as can be": json.dumps(
+        {
+            "v": 1,
+            "class": "ArraysCache",
+            "numbers": {},
+            "arrays": [["F32", [0, *[2**31 - 1] * 5]]] * 2,
+        }
+    ),
+    "beyond all numbers": json.dumps(
+        {
+            "v": 1,
+            "class": "ArraysCache",
+            "numbers": {"offset": 2**80},
+            "arrays": [["F32", [0, 2**80]]] * 2,
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_no_description_of_a_part_raises_out_of_a_call(client, how):
+    """Neither where the part is put back, nor where it is asked whether it can be brought back."""
+    model, ids = families.build("mamba"), families.tokens(40)
+    parts = [Part("state", slot, 40, b"", HOSTILE[how]) for slot in (0, 1)]
+    client.store("hostile", layers=None, token_ids=ids, model="m", parts=parts)
+    with prompt_cache(model, client, model_id="m") as mine:
+        for given in ([*ids, 1], ids[:-5]):
+            cache, rest = mine.reuse(given)
+            assert (rest, cache[0].empty()) == (given, True)
+        cache = mine.get_or_prefill(ids, "hostile")
+        assert mine.stats()["hits"] == 0
+    assert np.array_equal(decoded(model, cache), decoded(model, prefilled(model, ids)))
+
+
 class Padding:
     """A model whose cache is refused only once it has seen two tokens."""
 

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
 
 from pion_client import Part, caches
 from pion_client.adapters import arrays_of, with_arrays
-from pion_client.parts import Taken, contents_of
+from pion_client.parts import Taken, contents_of, described
 
 HEADS, DIM = 2, 32
 BEFORE_0_32 = hasattr(KVCache, "meta_state")
@@ -316,6 +316,21 @@ SPOILED = {
     "another window": with_numbers(max_size=32),
     "other rows kept": with_numbers(keep=4),
     "an index outside": with_numbers(index=17),
+    "an index below zero": with_numbers(index=-1),
+    "a version that is true": other_description(v=True),
+    "a version that is no integer": other_description(v=1.0),
+    "a number that is true": with_numbers(keep=False),
+    "a shape beyond 32 bits": other_description(arrays=[["F32", [1, 2, 2**40, 0]]] * 2),
+    "a shape beyond 64 bits": other_description(arrays=[["F32", [1, 2, 2**70, 0]]] * 2),
+    "a number beyond 64 bits": with_numbers(offset=2**70),
+    "a shape as large as can be": other_description(
+        arrays=[["F32", [0, *[2**31 - 1] * 7]], ["F32", [1, 2, 32, 32]]]
+    ),
+    "nested too deeply": lambda parts: [Part("ring", 0, 40, parts[0].data, "[" * 100_000)],
+    "an array nested too deeply": lambda parts: [
+        Part("ring", 0, 40, b"", '{"v":1,"class":"","numbers":{},"arrays":' + "[" * 900 + "]" * 900)
+    ],
+    "an integer too long to read": lambda parts: [Part("ring", 0, 40, parts[0].data, "1" * 10_000)],
     "sides of different length": other_description(
         arrays=[["F32", [1, 2, 15, 32]], ["F32", [1, 2, 17, 32]]]
     ),
@@ -405,6 +420,67 @@ def test_what_has_lost_rows_is_not_brought_back(name):
     assert caches.adapter_of(copy).is_empty(copy)
 
 
+def ring_numbers(offset, index, keep=0, size=16):
+    return {"offset": offset, "keep": keep, "max_size": size, "index": index}
+
+
+def chunk_numbers(offset, start):
+    return {"offset": offset, "chunk_size": 16, "start_position": start}
+
+
+IMPOSSIBLE = {
+    "a ring that has not wrapped, written elsewhere": (ring(), 10, 10, ring_numbers(10, 3)),
+    "a ring with rows to come": (ring(), 10, 16, ring_numbers(10, 10)),
+    "a ring that has wrapped and is not full": (ring(), 40, 15, ring_numbers(40, 9)),
+    "a ring that has wrapped, written at its begin": (ring(), 40, 16, ring_numbers(40, 0)),
+    "a ring written where it keeps rows": (ring(keep=4), 40, 16, ring_numbers(40, 4, keep=4)),
+    "a chunk of which all is cut off": (chunked, 40, 40, chunk_numbers(40, 40)),
+    "a chunk of which some is cut off": (chunked, 40, 15, chunk_numbers(40, 25)),
+    "a chunk that begins before the prompt": (chunked, 10, 15, chunk_numbers(10, -5)),
+    "a chunk with rows to come": (chunked, 10, 16, chunk_numbers(10, 0)),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_numbers_that_no_update_leads_to_are_not_installed(name):
+    make, tokens, rows, numbers = IMPOSSIBLE[name]
+    source = make()
+    source.update_and_fetch(fresh_rows(5), fresh_rows(5))
+    found = caches.expected_of([source])
+    (need,) = found.needs
+    description = {
+        "v": 1,
+        "class": need.class_name,
+        "numbers": numbers,
+        "arrays": [["F32", [1, HEADS, rows, DIM]]] * 2,
+    }
+    data = bytes(2 * HEADS * rows * DIM * 4)
+    part = Part(need.kind, 0, tokens, data, json.dumps(description))
+    copy = make()
+    with pytest.raises(caches.PartMismatch):
+        caches.install([copy], [], found.layout, tokens, parts=[part], needs=found.needs)
+    assert copy.empty()
+
+
+def test_a_chunk_does_not_take_room_along_that_it_does_not_use():
+    cache = ChunkedKVCache(8192)
+    cache.update_and_fetch(fresh_rows(7), fresh_rows(7))
+    (taken,) = caches.take_parts([cache], 7)
+    assert taken.size_bytes == 2 * HEADS * 7 * DIM * 4
+
+
+def test_a_chunk_or_ring_that_lost_rows_it_still_needs_is_not_stored():
+    chunk = chunked()
+    chunk.update_and_fetch(fresh_rows(40), fresh_rows(40))
+    chunk.start_position, chunk.keys, chunk.values = 30, chunk.keys[..., 30:, :], chunk.values
+    with pytest.raises(caches.UnsupportedCache, match="10 rows cannot have"):
+        caches.take_parts([chunk], 40)
+    turned = Written(ring(), (10, *(1,) * 11)).cache
+    turned.trim(6)  # mlx-lm says that it must not be
+    with pytest.raises(caches.UnsupportedCache, match="index -1"):
+        caches.take_parts([turned], 15)
+
+
 def test_one_wrong_part_does_not_leave_the_other_slots_filled():
     def make():
         return [KVCache(), ArraysCache(2), ring()()]
@@ -443,7 +519,7 @@ def test_bytes_that_lie_in_an_mlx_array_are_not_read_from_the_wrong_place(odd):
     raw_bytes = b"".join(part.buffers)
     array = mx.array(np.frombuffer(b"x" * 4 + raw_bytes, np.uint8))
     for data in (memoryview(array)[4:], memoryview(array[4:] + 0), memoryview(raw_bytes)):
-        _, contents = contents_of(Part("state", 0, 5, data, part.description))
+        contents = contents_of(data, described(part.description))
         for mine, theirs in zip(contents.arrays, cache.cache, strict=True):
             assert mine.dtype == theirs.dtype
             assert mx.array_equal(mine, theirs)

@@ -35,6 +35,10 @@ class CacheMismatch(Exception):
     """What was fetched is not what the model's cache holds; the text says where they differ."""
 
 
+class PartMismatch(CacheMismatch):
+    """It is a part that is broken, or not what the model's cache holds there."""
+
+
 class Rows(NamedTuple):
     """Rows of one slot: each side an array (kv_heads, tokens, head_dim), or codes (`Encoded`)."""
 
@@ -96,7 +100,7 @@ class PartAdapter(Protocol):
         """Everything it holds; None if it is empty. Raises UnsupportedCache."""
 
     def check(self, cache: Any, contents: Contents, token_count: int) -> None:
-        """Raises CacheMismatch unless `fill` makes of this empty cache what the contents came from.
+        """Raises PartMismatch unless `fill` makes of this empty cache what the contents came from.
 
         Contents have the numbers and arrays of this class, with the right types and, but for how
         many rows there are, shapes.
@@ -195,17 +199,25 @@ class _Ring(_Buffers):
             dropped, keep = capacity - cache.max_size, cache.keep
             sides = tuple(_without(side, keep, keep + dropped) for side in sides)
             index = int(cache.max_size)
-        return Contents({**numbers, "index": index}, tuple(mx.contiguous(side) for side in sides))
+        found = Contents({**numbers, "index": index}, tuple(mx.contiguous(side) for side in sides))
+        if not self._is_possible(found):
+            raise UnsupportedCache(f"{type(cache).__name__}: {_said(found)}")
+        return found
 
     def check(self, cache: Any, contents: Contents, token_count: int) -> None:
         numbers = contents.numbers
         _same_numbers(cache, numbers, "keep", "max_size")
         _same_offset(numbers, token_count)
+        if not self._is_possible(contents):
+            raise PartMismatch(_said(contents))
+
+    def _is_possible(self, contents: Contents) -> bool:
+        """Whether updates lead to it: rows in order as far as the window, then round and round."""
+        offset, keep, size, index = (contents.numbers[name] for name in self.numbers)
         rows = _row_count(contents)
-        most = min(numbers["offset"], numbers["max_size"])
-        # A buffer that has grown to its full size before it is full has rows that are not used.
-        if not (most <= rows <= numbers["max_size"] and 0 <= numbers["index"] <= rows):
-            raise CacheMismatch(f"a ring of {rows} rows with index {numbers['index']}")
+        if offset <= size:
+            return rows == index == offset
+        return rows == size and keep < index <= size
 
     def back(self, numbers: Mapping[str, int], token_count: int) -> Mapping[str, int] | None:
         wrapped = numbers["index"] != numbers["offset"] or numbers["offset"] > numbers["max_size"]
@@ -219,7 +231,9 @@ class _Ring(_Buffers):
 class _Chunk(_Buffers):
     """`ChunkedKVCache`: the rows from `start_position` on; the model cuts off those before.
 
-    The whole buffer is kept: before 0.32 mlx-lm cuts by the size of the buffer, not by what is used.
+    What is not used of its buffer is left out, as mlx-lm does when it saves one. Before 0.32 it cuts by
+    the size of the buffer, and may cut off rows that the chunk needs: such a cache is refused, as is
+    one trimmed into its chunk.
     """
 
     kind, class_name, token_axis = "chunk", "ChunkedKVCache", 2
@@ -230,15 +244,24 @@ class _Chunk(_Buffers):
             return None
         _one_sequence(cache, cache.keys)
         numbers = {name: int(getattr(cache, name)) for name in self.numbers}
-        sides = (cache.keys, cache.values)
-        return Contents(numbers, tuple(mx.contiguous(side) for side in sides))
+        used = numbers["offset"] - numbers["start_position"]
+        sides = (side[..., :used, :] for side in (cache.keys, cache.values))
+        found = Contents(numbers, tuple(mx.contiguous(side) for side in sides))
+        if not self._is_possible(found):
+            raise UnsupportedCache(f"{type(cache).__name__}: {_said(found)}")
+        return found
 
     def check(self, cache: Any, contents: Contents, token_count: int) -> None:
         numbers = contents.numbers
         _same_numbers(cache, numbers, "chunk_size")
         _same_offset(numbers, token_count)
-        if not 0 <= numbers["offset"] - numbers["start_position"] <= _row_count(contents):
-            raise CacheMismatch(f"a chunk of {_row_count(contents)} rows at {numbers}")
+        if not self._is_possible(contents):
+            raise PartMismatch(_said(contents))
+
+    def _is_possible(self, contents: Contents) -> bool:
+        """Whether updates lead to it: nothing of the last chunk was cut off."""
+        offset, size, start = (contents.numbers[name] for name in self.numbers)
+        return start >= 0 and _row_count(contents) == offset - start >= min(offset, size)
 
     def back(self, numbers: Mapping[str, int], token_count: int) -> Mapping[str, int] | None:
         return None if numbers["start_position"] else {**numbers, "offset": token_count}
@@ -357,14 +380,19 @@ def _without(side: mx.array, begin: int, end: int) -> mx.array:
 def _same_numbers(cache: Any, numbers: Mapping[str, int], *names: str) -> None:
     for name in names:
         if numbers[name] != getattr(cache, name):
-            raise CacheMismatch(
+            raise PartMismatch(
                 f"{name} {numbers[name]} was fetched, the model's is {getattr(cache, name)}"
             )
 
 
 def _same_offset(numbers: Mapping[str, int], token_count: int) -> None:
     if numbers["offset"] != token_count:
-        raise CacheMismatch(f"it is that of {numbers['offset']} tokens, not {token_count}")
+        raise PartMismatch(f"it is that of {numbers['offset']} tokens, not {token_count}")
+
+
+def _said(contents: Contents) -> str:
+    numbers = ", ".join(f"{name} {number}" for name, number in contents.numbers.items())
+    return f"{_row_count(contents)} rows cannot have {numbers}"
 
 
 def _row_count(contents: Contents) -> int:

@@ -27,6 +27,7 @@ from pion_client.adapters import (
     CacheMismatch,
     Contents,
     PartAdapter,
+    PartMismatch,
     PlainRows,
     Rows,
     UnsupportedCache,
@@ -35,7 +36,7 @@ from pion_client.adapters import (
     slots_of,
     with_arrays,
 )
-from pion_client.parts import Taken, bits_of, contents_of, describe, numbers_of, read_only
+from pion_client.parts import Taken, bits_of, contents_of, describe, described, read_only
 from pion_client.values import Encoded, Part
 from pion_wire.layout import DType, Layout, LayoutError, PartInfo, Side, TensorLayout
 
@@ -44,6 +45,7 @@ __all__ = [
     "CacheMismatch",
     "Expected",
     "Need",
+    "PartMismatch",
     "Rows",
     "UnsupportedCache",
     "expected",
@@ -64,6 +66,8 @@ Cache = list[Any]
 
 _DTYPES = {mx.float32: DType.F32, mx.float16: DType.F16, mx.bfloat16: DType.BF16}
 
+Shapes = tuple[tuple[mx.Dtype, tuple[int, ...]] | None, ...]
+"""Type and shape of each array; None where the model has put none."""
 Array = tuple[str, tuple[int, ...]]
 """Type and shape of an array; 0 where the shape says how many rows there are."""
 
@@ -121,10 +125,12 @@ class Expected(NamedTuple):
 def _goes_back(part: PartInfo, tokens: int) -> bool:
     adapter = PARTS.get(part.kind)
     try:
-        numbers = numbers_of(part.description)
-        return adapter is not None and adapter.back(numbers, tokens) is not None
-    except (CacheMismatch, KeyError):
+        numbers = described(part.description).numbers
+    except PartMismatch:
         return False
+    if adapter is None or set(numbers) != set(adapter.numbers):
+        return False
+    return adapter.back(numbers, tokens) is not None
 
 
 def require_supported(cache: Cache) -> None:
@@ -163,7 +169,7 @@ def expected_layout(model: Any) -> Layout:
 def expected_of(cache: Cache) -> Expected:
     """What a filled cache holds, slot by slot. Raises UnsupportedCache."""
     needs = tuple(
-        Need(adapter.kind, slot, adapter.class_name, _arrays(adapter, contents))
+        Need(adapter.kind, slot, adapter.class_name, _arrays(adapter, _shapes(contents)))
         for slot, adapter, contents in _contents(cache)
     )
     found = Expected(layout_of(cache), needs)
@@ -264,8 +270,8 @@ def install(
         needs: what the model's cache holds beside rows (`expected`).
 
     Raises:
-        CacheMismatch: number, shape or type of something is not the model's, or a part is missing.
-            The cache is still empty.
+        CacheMismatch: number, shape or type of something is not the model's, or a part is missing;
+            if it is a part, PartMismatch. The cache is still empty.
         UnsupportedCache: a slot has no adapter. The cache is still empty.
     """
     slots = slots_of(cache)
@@ -314,32 +320,33 @@ def _checked_parts(
 ) -> list[Callable[[], None]]:
     there = {(part.kind, part.slot): part for part in parts}
     if len({part.boundary_tokens for part in parts}) > 1:
-        raise CacheMismatch("the parts are of several boundaries")
+        raise PartMismatch("the parts are of several boundaries")
     fill: list[Callable[[], None]] = []
     for need in needs:
         part = there.get((need.kind, need.slot))
         if part is None:
-            raise CacheMismatch(
+            raise PartMismatch(
                 f"slot {need.slot}: its {need.kind} after {tokens} tokens is missing"
             )
         adapter = adapter_of(slots[need.slot])
-        class_name, contents = contents_of(part)
-        if isinstance(adapter, PlainRows) or (adapter.kind, class_name) != (
+        found = described(part.description)
+        if isinstance(adapter, PlainRows) or (adapter.kind, found.class_name) != (
             need.kind,
             need.class_name,
         ):
-            raise CacheMismatch(f"slot {need.slot}: it is a {need.class_name}, not {class_name}")
-        if _arrays(adapter, contents) != need.arrays:
-            raise CacheMismatch(f"slot {need.slot}: the arrays of its {need.kind} are others")
-        if set(contents.numbers) != set(adapter.numbers):
-            raise CacheMismatch(f"slot {need.slot}: the numbers of its {need.kind} are others")
+            raise PartMismatch(f"slot {need.slot}: a {need.class_name} is needed there")
+        if _arrays(adapter, found.arrays) != need.arrays:
+            raise PartMismatch(f"slot {need.slot}: the arrays of its {need.kind} are others")
+        if set(found.numbers) != set(adapter.numbers):
+            raise PartMismatch(f"slot {need.slot}: the numbers of its {need.kind} are others")
+        contents = contents_of(part.data, found)
         adapter.check(slots[need.slot], contents, part.boundary_tokens)
         if part.boundary_tokens != tokens:
             numbers = (
                 adapter.back(contents.numbers, tokens) if tokens < part.boundary_tokens else None
             )
             if numbers is None:
-                raise CacheMismatch(
+                raise PartMismatch(
                     f"slot {need.slot}: its {need.kind} is that of {part.boundary_tokens} tokens"
                 )
             contents = contents._replace(numbers=numbers)
@@ -379,14 +386,18 @@ def _contents(cache: Cache) -> Iterator[tuple[int, PartAdapter, Contents]]:
                 yield slot, adapter, contents
 
 
-def _arrays(adapter: PartAdapter, contents: Contents) -> tuple[Array | None, ...]:
-    """Returns type and shape of each array, without the number of rows."""
+def _shapes(contents: Contents) -> Shapes:
+    return tuple(None if a is None else (a.dtype, tuple(a.shape)) for a in contents.arrays)
+
+
+def _arrays(adapter: PartAdapter, shapes: Shapes) -> tuple[Array | None, ...]:
+    """Returns types and shapes without the number of rows."""
     found: list[Array | None] = []
-    for array in contents.arrays:
-        shape = [] if array is None else list(array.shape)
+    for one in shapes:
+        shape = list(one[1]) if one else []
         if adapter.token_axis is not None and len(shape) > adapter.token_axis:
             shape[adapter.token_axis] = 0
-        found.append(None if array is None else (str(array.dtype), tuple(shape)))
+        found.append((str(one[0]), tuple(shape)) if one else None)
     return tuple(found)
 
 

@@ -10,8 +10,10 @@ nothing between them. Its description is JSON:
 type and shape of each, or null where the model has put none. Types are named as in safetensors.
 
 Knows MLX arrays and this format; not what they mean. The one decision: everything that was received is
-checked against its own description before an array is made, and nothing is guessed: another version, a
-type without a name here or a byte too many is refused.
+checked before an array is made: the description by itself (`described`), then by who knows what the
+model holds, then the bytes by the description (`contents_of`). Nothing is guessed: another version, a
+type without a name here or a byte too many is refused, and nothing that a description says raises
+anything but `PartMismatch`.
 """
 
 import json
@@ -21,11 +23,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from pion_client.adapters import CacheMismatch, Contents, UnsupportedCache
+from pion_client.adapters import Contents, PartMismatch, UnsupportedCache
 from pion_client.values import Part
 
 VERSION = 1
 NDIM_MAX = 8
+NUMBER_MAX = (1 << 31) - 1
+"""MLX counts in signed 32 bits, and so do its caches."""
 
 _NAMES = {
     mx.float32: "F32",
@@ -62,6 +66,16 @@ class Taken(NamedTuple):
         return Part(self.kind, self.slot, self.boundary_tokens, data, self.description, tuple(more))
 
 
+class Described(NamedTuple):
+    """What a description says, sound in itself."""
+
+    class_name: str
+    numbers: dict[str, int]
+    """Each from 0 to NUMBER_MAX."""
+    arrays: tuple[tuple[mx.Dtype, tuple[int, ...]] | None, ...]
+    """Type and shape of each."""
+
+
 def describe(class_name: str, contents: Contents) -> str:
     """Returns the description of contents. Raises UnsupportedCache for a type that has no name here."""
     arrays: list[Any] = []
@@ -90,28 +104,47 @@ def read_only(bits: mx.array) -> np.ndarray:
     return array
 
 
-def numbers_of(description: str) -> dict[str, int]:
-    """Returns the numbers of a part that has not been fetched. Raises CacheMismatch."""
-    numbers: dict[str, int] = _parsed(description)["numbers"]
-    return numbers
-
-
-def contents_of(part: Part) -> tuple[str, Contents]:
-    """Returns the cache class that a received part is of, and the contents.
+def described(text: str) -> Described:
+    """Returns what a received description says; a part need not have been fetched for it.
 
     Raises:
-        CacheMismatch: description and bytes are not those of a part.
+        PartMismatch: it is none.
     """
-    description = _parsed(part.description)
-    data = memoryview(part.data).cast("B")
-    shapes = [None if entry is None else _shape(entry) for entry in description["arrays"]]
-    sizes = [0 if s is None else math.prod(s[1]) * s[0].size for s in shapes]
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PartMismatch("a part is not described") from error
+    if not isinstance(found, dict) or not _is_number(found.get("v")) or found["v"] != VERSION:
+        raise PartMismatch(f"a part is described in another version than {VERSION}")
+    name, numbers, arrays = found.get("class"), found.get("numbers"), found.get("arrays")
+    if (
+        isinstance(name, str)
+        and isinstance(arrays, list)
+        and isinstance(numbers, dict)
+        and all(_is_number(number) for number in numbers.values())
+    ):
+        return Described(name, numbers, tuple(_shape(entry) for entry in arrays))
+    raise PartMismatch("a part is not described as parts are")
+
+
+def contents_of(data: Any, description: Described) -> Contents:
+    """Returns the contents of a received part.
+
+    Args:
+        data: its bytes.
+        description: of it, whose shapes are those that are wanted.
+
+    Raises:
+        PartMismatch: there are more or less bytes than described.
+    """
+    data = memoryview(data).cast("B")
+    sizes = [0 if s is None else math.prod(s[1]) * s[0].size for s in description.arrays]
     if sum(sizes) != len(data):
-        raise CacheMismatch(f"a part of {len(data)} bytes is described as one of {sum(sizes)}")
+        raise PartMismatch(f"a part of {len(data)} bytes is described as one of {sum(sizes)}")
     whole = _whole(data)
     arrays: list[mx.array | None] = []
     begin = 0
-    for shape, size in zip(shapes, sizes, strict=True):
+    for shape, size in zip(description.arrays, sizes, strict=True):
         if shape is None:
             arrays.append(None)
         elif whole is not None and size and not begin % shape[0].size:
@@ -119,7 +152,7 @@ def contents_of(part: Part) -> tuple[str, Contents]:
         else:
             arrays.append(_array(*shape, data[begin : begin + size]))
         begin += size
-    return description["class"], Contents(description["numbers"], tuple(arrays))
+    return Contents(description.numbers, tuple(arrays))
 
 
 def _whole(data: memoryview) -> mx.array | None:
@@ -130,35 +163,23 @@ def _whole(data: memoryview) -> mx.array | None:
     return None
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise CacheMismatch("a part is not described") from error
-    if not isinstance(found, dict) or found.get("v") != VERSION:
-        raise CacheMismatch(f"a part is described in another version than {VERSION}")
-    numbers, arrays = found.get("numbers"), found.get("arrays")
-    sound = (
-        isinstance(found.get("class"), str)
-        and isinstance(arrays, list)
-        and isinstance(numbers, dict)
-        and all(type(number) is int for number in numbers.values())
-    )
-    if not sound:
-        raise CacheMismatch("a part is not described as parts are")
-    return found
+def _is_number(value: Any) -> bool:
+    """Whether JSON has a count here: neither `true` nor `1.0`."""
+    return type(value) is int and 0 <= value <= NUMBER_MAX
 
 
-def _shape(entry: Any) -> tuple[mx.Dtype, list[int]]:
+def _shape(entry: Any) -> tuple[mx.Dtype, tuple[int, ...]] | None:
+    if entry is None:
+        return None
     if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list):
         name, shape = entry
-        sound = len(shape) <= NDIM_MAX and all(type(n) is int and n >= 0 for n in shape)
+        sound = len(shape) <= NDIM_MAX and all(_is_number(n) for n in shape)
         if sound and isinstance(name, str) and name in _DTYPES:
-            return _DTYPES[name], shape
-    raise CacheMismatch(f"an array is described as {entry!r}")
+            return _DTYPES[name], tuple(shape)
+    raise PartMismatch("an array is not described as arrays are")
 
 
-def _array(dtype: mx.Dtype, shape: list[int], data: memoryview) -> mx.array:
+def _array(dtype: mx.Dtype, shape: tuple[int, ...], data: memoryview) -> mx.array:
     if not data.nbytes:
         return mx.zeros(shape, dtype=dtype)
     if dtype.size not in _BITS:
