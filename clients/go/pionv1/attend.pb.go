@@ -205,11 +205,12 @@ type AttendFromPrefix struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The prefix. Required.
 	Namespace string `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	// K/V heads or, on a grouped model, query heads; 0 takes the stored layout's.
+	// K/V heads or, on a grouped model, query heads; 0 takes the stored layout's. Layers that do not
+	// have this shape are skipped; if none has it, that is INVALID.
 	Heads uint32 `protobuf:"varint,2,opt,name=heads,proto3" json:"heads,omitempty"`
 	// Values per head; 0 takes the stored layout's.
 	HeadDim uint32 `protobuf:"varint,3,opt,name=head_dim,json=headDim,proto3" json:"head_dim,omitempty"`
-	// Which layers; empty means all.
+	// Which layers, all of which the prefix must have; empty means all.
 	Layers []uint32 `protobuf:"varint,4,rep,packed,name=layers,proto3" json:"layers,omitempty"`
 	// The generation that the rows must be of; 0 takes any.
 	Generation uint64 `protobuf:"varint,5,opt,name=generation,proto3" json:"generation,omitempty"`
@@ -379,7 +380,7 @@ type AttendStoreHeader_Rows struct {
 }
 
 type AttendStoreHeader_FromPrefix struct {
-	// From the PrefixStore; nothing follows.
+	// From the PrefixStore; nothing follows, and it begins when the client ends its side.
 	FromPrefix *AttendFromPrefix `protobuf:"bytes,3,opt,name=from_prefix,json=fromPrefix,proto3,oneof"`
 }
 
@@ -479,7 +480,7 @@ type AttendStoreResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Entries that are resident now.
 	LayerCount uint32 `protobuf:"varint,1,opt,name=layer_count,json=layerCount,proto3" json:"layer_count,omitempty"`
-	// Layers of the prefix that do not have the shape asked for.
+	// Layers of the prefix that do not have the shape or the rows asked for.
 	SkippedCount uint32 `protobuf:"varint,2,opt,name=skipped_count,json=skippedCount,proto3" json:"skipped_count,omitempty"`
 	// Bytes that they take.
 	ResidentBytes uint64 `protobuf:"varint,3,opt,name=resident_bytes,json=residentBytes,proto3" json:"resident_bytes,omitempty"`

@@ -38,13 +38,16 @@ const (
 // Messages may be up to 64 MiB: raise the client's limits.
 type AttendClient interface {
 	// Makes entries resident: from rows that follow, or from a stored prefix.
-	// Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+	// What a prefix has resident already, of the same rows, is not loaded again; rows that follow must
+	// come at some modest rate. Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT,
+	// STALLED, NO_BACKEND, TOO_MANY_STREAMS.
 	Store(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[AttendStoreRequest, AttendStoreResponse], error)
 	// Says which entries are resident. Errors: INVALID, NO_BACKEND.
 	Lookup(ctx context.Context, in *AttendLookupRequest, opts ...grpc.CallOption) (*AttendLookupResponse, error)
-	// Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND.
+	// Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND; with `warm`, BUDGET and CORRUPT too.
 	Query(ctx context.Context, in *AttendQueryRequest, opts ...grpc.CallOption) (*AttendQueryResponse, error)
 	// Answers many, in order per session; an error of one query is in its own answer and ends nothing.
+	// These streams may stay open without a query; the permits of other streams are not theirs.
 	// Errors: TOO_MANY_STREAMS, STALLED, NO_BACKEND.
 	Stream(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AttendStreamRequest, AttendStreamResponse], error)
 	// Forgets entries. Errors: INVALID, NO_BACKEND.
@@ -127,13 +130,16 @@ func (c *attendClient) Drop(ctx context.Context, in *AttendDropRequest, opts ...
 // Messages may be up to 64 MiB: raise the client's limits.
 type AttendServer interface {
 	// Makes entries resident: from rows that follow, or from a stored prefix.
-	// Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+	// What a prefix has resident already, of the same rows, is not loaded again; rows that follow must
+	// come at some modest rate. Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT,
+	// STALLED, NO_BACKEND, TOO_MANY_STREAMS.
 	Store(grpc.ClientStreamingServer[AttendStoreRequest, AttendStoreResponse]) error
 	// Says which entries are resident. Errors: INVALID, NO_BACKEND.
 	Lookup(context.Context, *AttendLookupRequest) (*AttendLookupResponse, error)
-	// Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND.
+	// Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND; with `warm`, BUDGET and CORRUPT too.
 	Query(context.Context, *AttendQueryRequest) (*AttendQueryResponse, error)
 	// Answers many, in order per session; an error of one query is in its own answer and ends nothing.
+	// These streams may stay open without a query; the permits of other streams are not theirs.
 	// Errors: TOO_MANY_STREAMS, STALLED, NO_BACKEND.
 	Stream(grpc.BidiStreamingServer[AttendStreamRequest, AttendStreamResponse]) error
 	// Forgets entries. Errors: INVALID, NO_BACKEND.

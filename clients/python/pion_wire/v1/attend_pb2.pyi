@@ -117,7 +117,9 @@ class AttendFromPrefix(_message.Message):
     namespace: _builtins.str
     """The prefix. Required."""
     heads: _builtins.int
-    """K/V heads or, on a grouped model, query heads; 0 takes the stored layout's."""
+    """K/V heads or, on a grouped model, query heads; 0 takes the stored layout's. Layers that do not
+    have this shape are skipped; if none has it, that is INVALID.
+    """
     head_dim: _builtins.int
     """Values per head; 0 takes the stored layout's."""
     generation: _builtins.int
@@ -126,7 +128,7 @@ class AttendFromPrefix(_message.Message):
     """How many rows from the first one; layers with fewer are skipped. 0 takes all there are."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Which layers; empty means all."""
+        """Which layers, all of which the prefix must have; empty means all."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class AttendStoreHeader(_message.Message):
 
     @_builtins.property
     def from_prefix(self) -> Global___AttendFromPrefix:
-        """From the PrefixStore; nothing follows."""
+        """From the PrefixStore; nothing follows, and it begins when the client ends its side."""
 
     def __init__(
         self,
@@ -226,7 +228,7 @@ class AttendStoreResponse(_message.Message):
     layer_count: _builtins.int
     """Entries that are resident now."""
     skipped_count: _builtins.int
-    """Layers of the prefix that do not have the shape asked for."""
+    """Layers of the prefix that do not have the shape or the rows asked for."""
     resident_bytes: _builtins.int
     """Bytes that they take."""
     def __init__(

@@ -78,7 +78,9 @@ class AttendServicer(object):
 
     def Store(self, request_iterator, context):
         """Makes entries resident: from rows that follow, or from a stored prefix.
-        Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+        What a prefix has resident already, of the same rows, is not loaded again; rows that follow must
+        come at some modest rate. Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT,
+        STALLED, NO_BACKEND, TOO_MANY_STREAMS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +94,7 @@ class AttendServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Query(self, request, context):
-        """Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND.
+        """Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND; with `warm`, BUDGET and CORRUPT too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,6 +102,7 @@ class AttendServicer(object):
 
     def Stream(self, request_iterator, context):
         """Answers many, in order per session; an error of one query is in its own answer and ends nothing.
+        These streams may stay open without a query; the permits of other streams are not theirs.
         Errors: TOO_MANY_STREAMS, STALLED, NO_BACKEND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -41,14 +41,17 @@ class AttendStub:
     def __new__(cls, channel: _aio.Channel) -> AttendAsyncStub: ...
     Store: _grpc.StreamUnaryMultiCallable[_attend_pb2.AttendStoreRequest, _attend_pb2.AttendStoreResponse]
     """Makes entries resident: from rows that follow, or from a stored prefix.
-    Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+    What a prefix has resident already, of the same rows, is not loaded again; rows that follow must
+    come at some modest rate. Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT,
+    STALLED, NO_BACKEND, TOO_MANY_STREAMS.
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_attend_pb2.AttendLookupRequest, _attend_pb2.AttendLookupResponse]
     """Says which entries are resident. Errors: INVALID, NO_BACKEND."""
     Query: _grpc.UnaryUnaryMultiCallable[_attend_pb2.AttendQueryRequest, _attend_pb2.AttendQueryResponse]
-    """Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND."""
+    """Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND; with `warm`, BUDGET and CORRUPT too."""
     Stream: _grpc.StreamStreamMultiCallable[_attend_pb2.AttendStreamRequest, _attend_pb2.AttendStreamResponse]
     """Answers many, in order per session; an error of one query is in its own answer and ends nothing.
+    These streams may stay open without a query; the permits of other streams are not theirs.
     Errors: TOO_MANY_STREAMS, STALLED, NO_BACKEND.
     """
     Drop: _grpc.UnaryUnaryMultiCallable[_attend_pb2.AttendDropRequest, _attend_pb2.AttendDropResponse]
@@ -67,14 +70,17 @@ class AttendAsyncStub(AttendStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Store: _aio.StreamUnaryMultiCallable[_attend_pb2.AttendStoreRequest, _attend_pb2.AttendStoreResponse]  # type: ignore[assignment]
     """Makes entries resident: from rows that follow, or from a stored prefix.
-    Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+    What a prefix has resident already, of the same rows, is not loaded again; rows that follow must
+    come at some modest rate. Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT,
+    STALLED, NO_BACKEND, TOO_MANY_STREAMS.
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_attend_pb2.AttendLookupRequest, _attend_pb2.AttendLookupResponse]  # type: ignore[assignment]
     """Says which entries are resident. Errors: INVALID, NO_BACKEND."""
     Query: _aio.UnaryUnaryMultiCallable[_attend_pb2.AttendQueryRequest, _attend_pb2.AttendQueryResponse]  # type: ignore[assignment]
-    """Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND."""
+    """Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND; with `warm`, BUDGET and CORRUPT too."""
     Stream: _aio.StreamStreamMultiCallable[_attend_pb2.AttendStreamRequest, _attend_pb2.AttendStreamResponse]  # type: ignore[assignment]
     """Answers many, in order per session; an error of one query is in its own answer and ends nothing.
+    These streams may stay open without a query; the permits of other streams are not theirs.
     Errors: TOO_MANY_STREAMS, STALLED, NO_BACKEND.
     """
     Drop: _aio.UnaryUnaryMultiCallable[_attend_pb2.AttendDropRequest, _attend_pb2.AttendDropResponse]  # type: ignore[assignment]
@@ -96,7 +102,9 @@ class AttendServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_attend_pb2.AttendStoreResponse, _abc.Awaitable[_attend_pb2.AttendStoreResponse]]:
         """Makes entries resident: from rows that follow, or from a stored prefix.
-        Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT, NO_BACKEND, TOO_MANY_STREAMS.
+        What a prefix has resident already, of the same rows, is not loaded again; rows that follow must
+        come at some modest rate. Errors: INVALID, CHECKSUM, NOT_STORED, GENERATION, BUDGET, CORRUPT,
+        STALLED, NO_BACKEND, TOO_MANY_STREAMS.
         """
 
     @_abc_1.abstractmethod
@@ -113,7 +121,7 @@ class AttendServicer(metaclass=_abc_1.ABCMeta):
         request: _attend_pb2.AttendQueryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_attend_pb2.AttendQueryResponse, _abc.Awaitable[_attend_pb2.AttendQueryResponse]]:
-        """Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND."""
+        """Answers one query. Errors: INVALID, COLD, MISSING, NO_BACKEND; with `warm`, BUDGET and CORRUPT too."""
 
     @_abc_1.abstractmethod
     def Stream(
@@ -122,6 +130,7 @@ class AttendServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_attend_pb2.AttendStreamResponse], _abc.AsyncIterator[_attend_pb2.AttendStreamResponse]]:
         """Answers many, in order per session; an error of one query is in its own answer and ends nothing.
+        These streams may stay open without a query; the permits of other streams are not theirs.
         Errors: TOO_MANY_STREAMS, STALLED, NO_BACKEND.
         """
 
