@@ -119,9 +119,9 @@ extension PionClient {
                     options: callOptions(deadline)
                 ) { response in
                     for try await message in response.messages {
-                        progress.touch()
+                        progress.pause()  // the caller's own time does not count
+                        defer { progress.touch() }
                         try await take(message)
-                        progress.touch()  // the caller's own time does not count
                     }
                 }
             }
@@ -214,13 +214,15 @@ extension PionClient {
 /// No more messages are taken.
 private struct StreamEnded: Error {}
 
-/// When something last moved.
+/// When something last moved; now, while nothing is waited for.
 final class Progress: Sendable {
-    private let instant = Mutex(ContinuousClock.now)
+    private let instant = Mutex<ContinuousClock.Instant?>(ContinuousClock.now)
 
-    var last: ContinuousClock.Instant { instant.withLock { $0 } }
+    var last: ContinuousClock.Instant { instant.withLock { $0 } ?? ContinuousClock.now }
 
     func touch() { instant.withLock { $0 = ContinuousClock.now } }
+
+    func pause() { instant.withLock { $0 = nil } }
 }
 
 /// Turns what the transport throws into our errors.

@@ -36,7 +36,8 @@ extension PionClient {
     /// Hands the bytes of a prefix on as they arrive, in order; nil is a miss.
     ///
     /// Needs memory for a few chunks, whatever the size. If the prefix changes on the way this throws
-    /// `generation`, as what was handed on cannot be taken back.
+    /// `generation`, as what was handed on cannot be taken back. What `take` throws ends the fetch, and is thrown
+    /// as it is.
     public func fetch(
         _ source: FetchSource, rows: Range<UInt64>? = nil, slots: [Int] = [], partKinds: [String] = [],
         timeout: Duration? = nil, to take: @Sendable @escaping (Announced, Arrived) async throws -> Void
@@ -45,7 +46,7 @@ extension PionClient {
         let request = fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
         try await fetch(request, source, fetching, deadline: Deadline(timeout)) { arrived in
             guard let announced = fetching.reception.withLock({ $0.announced }) else { return }
-            try await take(announced, arrived)
+            do { try await take(announced, arrived) } catch { throw fetching.failed(error) }
         }
         return fetching.reception.withLock { $0.announced }
     }
@@ -93,7 +94,7 @@ extension PionClient {
                 guard fetching.ended else {
                     throw PionError(.badAnswer, "the stream ended before everything that was announced came")
                 }
-            } catch let error as PionError {
+            } catch let error as PionError where fetching.failure == nil {
                 if fetching.ended { return }  // only the end of the stream was lost
                 fruitless = fetching.doneBytes > before ? 0 : fruitless + 1
                 if [.notStored, .evicted, .corrupt].contains(error.reason) {
@@ -101,6 +102,8 @@ extension PionClient {
                     return
                 }
                 guard try await resumes(fetching, after: error, fruitless: fruitless, deadline) else { throw error }
+            } catch {
+                throw fetching.failure ?? error
             }
         }
     }
@@ -120,6 +123,7 @@ extension PionClient {
 /// A fetch in progress, shared with the task that takes the stream.
 private final class Fetching: Sendable {
     let reception: Mutex<Reception>
+    private let ownFailure = Mutex<(any Error)?>(nil)
 
     init(_ reception: consuming Reception) {
         self.reception = Mutex(reception)
@@ -127,6 +131,15 @@ private final class Fetching: Sendable {
 
     var ended: Bool { reception.withLock { $0.ended } }
     var doneBytes: UInt64 { reception.withLock { $0.doneBytes } }
+
+    /// What the caller's own code threw. It may come from another client of this package, and must not be taken
+    /// for what became of the stream.
+    var failure: (any Error)? { ownFailure.withLock { $0 } }
+
+    func failed(_ error: any Error) -> any Error {
+        ownFailure.withLock { $0 = error }
+        return error
+    }
 
     /// Takes the next message; returns what arrived, if it was a chunk.
     func take(_ message: [UInt8]) throws -> Arrived? {

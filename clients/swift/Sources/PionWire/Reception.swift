@@ -146,7 +146,10 @@ public struct Reception: Sendable {
         headed = true
         guard let header else {
             guard restarts else {
-                throw PionError(.generation, "the prefix was dropped while it was fetched")
+                throw PionError(
+                    .generation,
+                    "the stream broke, and where it was to go on the prefix is not: it is gone, or this is another node"
+                )
             }
             restart()
             missed = true
