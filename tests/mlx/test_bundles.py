@@ -307,9 +307,54 @@ def test_a_part_that_is_not_the_models_is_not_installed(server, hybrid, how, exp
         )
         with prompt_cache(hybrid, client, model_id="m") as mine:
             cache = mine.get_or_prefill(ids, "spoiled")
-            assert mine.stats()["miss_reasons"] == {"layout_differs": 1}
+            assert mine.stats()["miss_reasons"] == {"part_differs": 1}
         client.drop("spoiled")
     assert np.array_equal(decoded(hybrid, cache), decoded(hybrid, source))
+
+
+@pytest.mark.parametrize("namespace", [None, "name"])
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_part_that_cannot_be_used_does_not_stay_in_the_way(client, hybrid, namespace, how):
+    ids, longer = families.tokens(80), [*families.tokens(80), *[7] * 40]
+    source = prefilled(hybrid, ids)
+    held = caches.expected_of(source)
+    parts = [taken.part() for taken in caches.take_parts(source, 80)]
+    client.store(
+        namespace,
+        layers=caches.take(source),
+        slots=held.slots,
+        token_ids=ids,
+        model="m",
+        parts=[*parts[:-1], SPOILED[how](parts[-1])],
+    )
+    for wanted in (longer, ids):  # each is served to the next who asks
+        name = None if wanted is longer else namespace
+        for hits in (0, 1):
+            with prompt_cache(hybrid, client, model_id="m") as mine:
+                cache = mine.get_or_prefill(wanted, name)
+                assert mine.flush(WAIT_S)
+                stats = mine.stats()
+            assert (stats["hits"], stats["skipped"]) == (hits, {}), stats
+            expected = prefilled(hybrid, wanted)
+            assert np.array_equal(decoded(hybrid, cache), decoded(hybrid, expected))
+    assert sorted(prefix.token_count for prefix in prefixes(client).values()) == [80, 120]
+
+
+def test_what_another_has_mended_meanwhile_is_not_replaced_again(client, hybrid):
+    ids = families.tokens(80)
+    cache = prefilled(hybrid, ids)
+    held = caches.expected_of(cache)
+    facts = Facts("m", held.layout, held)
+    request = Request(np.array(ids, "<u4").tobytes(), "name", 80)
+    bundle = Bundle(caches.take(cache), caches.take_parts(cache, 80))
+    exchange = Exchange(client, WAIT_S, Tally())
+    assert exchange.send(Pending(request, 1.0), Found(facts=facts), bundle, lambda *_: None)
+    (prefix,) = prefixes(client).values()
+    for generation, wrote in ((prefix.generation - 1, False), (prefix.generation, True)):
+        tried = dataclasses.replace(prefix, generation=generation)
+        found = Found(reason="part_differs", facts=facts, prefix=tried)
+        sent = exchange.send(Pending(request, 1.0), found, bundle, lambda *_: None)
+        assert sent == wrote
 
 
 HOSTILE = {

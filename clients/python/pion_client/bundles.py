@@ -15,7 +15,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pion_client import caches
-from pion_client.caches import Cache, CacheMismatch, Expected, Rows, UnsupportedCache
+from pion_client.caches import (
+    Cache,
+    CacheMismatch,
+    Expected,
+    PartMismatch,
+    Rows,
+    UnsupportedCache,
+)
 from pion_client.parts import Taken
 from pion_client.quantised import as_held
 from pion_client.values import Part, Prefix, PrefixInfo
@@ -26,6 +33,10 @@ CHECKPOINT_BYTES_MAX = 1 << 30
 """Parts that a prefill keeps in memory until they are stored; beyond, every other is let go."""
 _DESCRIBED_BYTES = 512
 """More than any part takes to be described."""
+
+
+PART_DIFFERS = "part_differs"
+"""Why nothing is served where a part is there but cannot be used: it is broken, or of another format."""
 
 
 class Facts(NamedTuple):
@@ -142,6 +153,8 @@ def put_back(cache: Cache, prefix: Prefix, token_ids: bytes, facts: Facts) -> st
         caches.install(
             cache, layers, facts.held.layout, tokens, parts=prefix.parts, needs=facts.held.needs
         )
+    except PartMismatch:
+        return PART_DIFFERS
     except CacheMismatch:
         return "layout_differs"
     return ""

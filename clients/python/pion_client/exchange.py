@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pion_client.breaker import Breaker
-from pion_client.bundles import Bundle, Facts, parts_max, put_back
+from pion_client.bundles import PART_DIFFERS, Bundle, Facts, parts_max, put_back
 from pion_client.caches import Cache
 from pion_client.client import Client
 from pion_client.errors import (
@@ -201,7 +201,10 @@ class Exchange:
             return found._replace(served=0, reason="gone")
         wanted = request.token_ids[: 4 * found.served]
         if wrong := put_back(cache, prefix, wanted, facts):
-            return found._replace(served=0, reason=wrong, unstorable=wrong)
+            # Parts that are of no use to this model are computed again, and replaced.
+            return found._replace(
+                served=0, reason=wrong, unstorable="" if wrong == PART_DIFFERS else wrong
+            )
         self._tally.add("fetch_ms", (time.perf_counter() - started) * 1e3)
         self._tally.add("fetch_bytes", found.served * facts.layout.row_bytes)
         self.lane, self.lane_reason = prefix.transport, prefix.transport_reason
@@ -238,18 +241,18 @@ class Exchange:
         try:
             stored, whole = self._place(store, found, bundle)
         except OtherContent as error:  # these tokens, perhaps, with other parts
-            there = self._parts_there(error.metadata.get("namespace", ""), request, found.facts)
-            if there is None:
+            usable = self._usable(error.metadata.get("namespace", ""), request, found)
+            if usable is None:
                 raise
         else:
             if whole:
                 self._tally.because("stored_whole", whole)
             if not stored.already_stored:
                 return True
-            there = self._parts_there(stored.namespace, request, found.facts)
-        if there is False:  # rows without the parts they need: nobody could use them
+            usable = self._usable(stored.namespace, request, found)
+        if usable is False:  # it would stay in the way of everybody
             store(layers=bundle.layers(), replace=True)
-        return there is False
+        return usable is False
 
     def _place(
         self, store: Callable[..., Stored], found: Found, bundle: Bundle
@@ -264,14 +267,20 @@ class Exchange:
                 whole = "parent_gone"
         return store(layers=bundle.layers()), whole
 
-    def _parts_there(self, namespace: str, request: Request, facts: Facts) -> bool | None:
-        """Whether a name has all parts at the end of its rows; None if it is not this prefix."""
-        if not facts.held.needs or not namespace:
+    def _usable(self, namespace: str, request: Request, found: Found) -> bool | None:
+        """Whether a name has all parts at the end of its rows, and others than could not be used.
+
+        None if the name has not this prefix, or the prefix needs no parts.
+        """
+        assert found.facts is not None
+        if not found.facts.held.needs or not namespace:
             return None
-        named = self.look_up(namespace, facts, request.token_ids)
+        named = self.look_up(namespace, found.facts, request.token_ids)
         if not named.hit or named.prefix is None:
             return None
-        return not facts.lacks(named.prefix, request.token_count)
+        tried = found.prefix.generation if found.prefix and found.reason == PART_DIFFERS else 0
+        lacks = found.facts.lacks(named.prefix, request.token_count)
+        return not lacks and named.prefix.generation != tried
 
 
 def prefill_saved_ms(found: Found) -> float:
