@@ -257,6 +257,28 @@ def test_a_read_is_not_tried_for_ever(peer: Peer) -> None:
     assert len(peer.statuses) == 7
 
 
+def test_a_server_that_was_there_is_waited_for_while_it_is_restarted(peer: Peer) -> None:
+    here = pb.PrefixStoreDescribeResponse(version="9").SerializeToString()
+    peer.statuses = [here, *[AWAY] * 5, here]
+    with Client(peer.address, timeout_s=60) as client:
+        assert client.describe().version == "9"
+        assert client.describe().version == "9", "five times it could not be reached"
+        peer.statuses = [AWAY] * 10
+        with pytest.raises(errors.Unavailable):
+            client.lookup("x", tries=1)
+        with pytest.raises(errors.Unavailable):
+            client.drop("x")
+    assert len(peer.statuses) == 8, "a caller that can do without, and a change, are asked once"
+
+
+def test_patience_ends() -> None:
+    error = errors.Unavailable("gone", from_transport=True)
+    deadline = Deadline(60.0, patience_s=0.05)
+    assert pause(error, 1, deadline), "a pause is longer than the patience"
+    assert not pause(error, 3, deadline)
+    assert pause(error, 1, deadline), "it was back meanwhile"
+
+
 def test_a_read_with_a_deadline_of_its_own_is_not_given_up_before(peer: Peer) -> None:
     peer.statuses = [BROKEN] * 4 + [pb.PrefixStoreDescribeResponse(version="9").SerializeToString()]
     with Client(peer.address) as client:

@@ -175,6 +175,21 @@ def test_a_proxy_that_comes_back_is_found_again(stored: Shelf) -> None:
         assert all(prompt.fetched(client) for prompt in MANY[:20])
 
 
+@pytest.mark.faults
+def test_no_call_fails_while_a_proxy_is_restarted(fragile: Shelf) -> None:
+    some = prompts(30)
+    with fragile.client() as client:
+        for prompt in some:
+            prompt.store(client)
+        with working(client, some, threads=4) as failures:
+            for _ in range(2):
+                fragile.proxies["a"].ask("/drain_listeners?graceful", post=True)
+                fragile.start_proxy("a")
+                eventually(fragile.all_healthy)
+        assert not failures
+        assert all(prompt.fetched(client) for prompt in some)
+
+
 def test_strangers_get_nothing_from_a_proxy_or_a_node(stored: Shelf, tmp_path) -> None:
     friend, other = stored.tls, Authority(tmp_path / "other").issue("stranger")
     strangers = {

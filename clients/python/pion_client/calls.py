@@ -40,11 +40,11 @@ class Calls:
 
     def unary_deadline(self, timeout_s: float | None, tries: int | None = None) -> Deadline:
         """Returns the deadline of a call with one answer; raises InvalidRequest if it is none."""
-        return _deadline(timeout_s, self.timeout_s, tries)
+        return self._deadline(timeout_s, self.timeout_s, tries)
 
     def stream_deadline(self, timeout_s: float | None, tries: int | None = None) -> Deadline:
         """Returns the deadline of a stream; raises as `unary_deadline` does."""
-        return _deadline(timeout_s, STREAM_TIMEOUT_S, tries)
+        return self._deadline(timeout_s, STREAM_TIMEOUT_S, tries)
 
     def once(self, method: str, request: Any, route: str, timeout_s: float | None) -> Any:
         """Makes a call with one answer, once."""
@@ -150,14 +150,16 @@ class Calls:
                 metadata=self.connection.metadata(route),
             )
 
-
-def _deadline(timeout_s: float | None, default_s: float, tries: int | None) -> Deadline:
-    """Returns a deadline: one that the caller gave is used up before a server is given up."""
-    if tries is not None and tries < 1:
-        raise invalid("tries", f"{tries} is less than once")
-    if timeout_s is None:
-        return Deadline(default_s, tries or TRIES_MAX)
-    return Deadline(_positive("timeout_s", timeout_s), tries or TRIES_ENDLESS)
+    def _deadline(self, timeout_s: float | None, default_s: float, tries: int | None) -> Deadline:
+        """Returns a deadline: one that the caller gave is used up before a server is given up."""
+        if tries is not None and tries < 1:
+            raise invalid("tries", f"{tries} is less than once")
+        if timeout_s is not None:
+            return Deadline(_positive("timeout_s", timeout_s), tries or TRIES_ENDLESS)
+        if tries is not None:
+            return Deadline(default_s, tries)
+        patience_s = self.timeout_s if self.connection.has_answered else 0.0
+        return Deadline(default_s, TRIES_MAX, patience_s)
 
 
 def _positive(field: str, seconds: float) -> float:

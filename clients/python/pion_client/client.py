@@ -76,7 +76,8 @@ class Client(AttendMixin):
         tenant, password: who asks; by default PION_TENANT and PION_PASSWORD of the environment.
         tls: an encrypted connection; by default what PION_TLS_CA, PION_TLS_CERT and PION_TLS_KEY name.
         timeout_s: how long a call may take, what is tried again included; streams have their own.
-            A read or a store is tried three times; with a `timeout_s` of its own until that is over.
+            A read or a store is tried three times, or for so long where the server has answered
+            before; with a `timeout_s` of its own until that is over.
         stall_timeout_s: how long a stream may make no progress.
         fetch_bytes_max: more than this is refused before memory is allocated.
 

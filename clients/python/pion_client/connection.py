@@ -46,7 +46,9 @@ from pion_wire.v1.ssm_state_pb2_grpc import SSMStateStub
 from pion_wire.v1.stats_pb2_grpc import StatsStub
 
 TRIES_MAX = 3
-"""A read that brings nothing is tried so often in all, unless its caller gave a deadline."""
+"""A read that brings nothing is tried so often in all, unless its caller gave a deadline.
+
+One of a server that has answered before is tried for the client's `timeout_s`: it is being restarted."""
 TRIES_ENDLESS = sys.maxsize
 """Until the deadline."""
 STREAM_TIMEOUT_S = 3_600.0
@@ -89,17 +91,26 @@ class Deadline:
     Args:
         timeout_s: from now.
         tries: how often a server that cannot be reached is tried in all.
+        patience_s: for how long it is tried after that, each time that it goes.
     """
 
-    def __init__(self, timeout_s: float, tries: int = TRIES_MAX) -> None:
+    def __init__(self, timeout_s: float, tries: int = TRIES_MAX, patience_s: float = 0.0) -> None:
         self.timeout_s = timeout_s
         self.tries = tries
+        self._patience_s = patience_s
+        self._patient_until = 0.0
         self._end = time.monotonic() + min(timeout_s, TIMEOUT_S_MAX)
 
     @property
     def remaining_s(self) -> float:
         """Seconds left; 0 when it is over."""
         return max(self._end - time.monotonic(), 0.0)
+
+    def is_patient(self, attempt: int) -> bool:
+        """Whether a server that has gone is waited for, after so many attempts in a row."""
+        if attempt <= 1:
+            self._patient_until = time.monotonic() + self._patience_s
+        return time.monotonic() < self._patient_until
 
 
 class Stubs:
@@ -171,6 +182,8 @@ class Connection:
         self._lock = threading.Lock()
         self._stubs: Stubs | None = None
         self._closed = False
+        self.has_answered = False
+        """Whether the server has been there; then it is worth waiting for while it is restarted."""
         _process.connections.add(self)
 
     @property
@@ -195,6 +208,7 @@ class Connection:
         with _process.call():
             try:
                 yield stubs
+                self.has_answered = True
             except grpc.RpcError as error:
                 if self._closed:
                     raise ClientClosed("the client was closed during the call") from error
@@ -335,7 +349,8 @@ def pause(error: PionError, attempt: int, deadline: Deadline) -> bool:
     wait_s = may_ask_again(error)
     # A server that says itself when to come back is there: it is not given up at once.
     tries = deadline.tries if error.from_transport else max(deadline.tries, TRIES_MAX)
-    if wait_s is None or attempt >= tries:
+    is_patient = deadline.is_patient(attempt) and error.from_transport
+    if wait_s is None or (attempt >= tries and not is_patient):
         return False
     # Spread, so that clients do not come back in step.
     pauses = min(max(attempt, 1), _PAUSES_MAX)

@@ -208,9 +208,7 @@ class States:
         )
         reception = StateReception(bytes_max=self._bytes_max, progress=progress)
         deadline = self._calls.stream_deadline(timeout_s)
-        receive_whole(
-            self._calls, "state_fetch", asked, reception, by_name(session), deadline
-        )
+        receive_whole(self._calls, "state_fetch", asked, reception, by_name(session), deadline)
         return reception.state()
 
     def drop(
