@@ -128,6 +128,31 @@ def test_another_prompt_does_not_begin_before_the_last_boundary_in_common(client
     assert (child.base, boundaries_of(child)) == (64, [32, 50, 64, 130])
 
 
+def test_a_checkpoint_within_what_is_served_is_not_ignored_silently(client, hybrid):
+    ids = families.tokens(100)
+    _, stats = stored_now(hybrid, client, ids, checkpoints=(40,))
+    assert stats["checkpoints_dropped"] == 0
+    _, stats = stored_now(hybrid, client, ids, checkpoints=(0, 40, 50, 60, 100, 200))
+    assert (stats["tokens_prefilled"], stats["checkpoints_dropped"]) == (0, 2)
+    _, stats = stored_now(hybrid, client, [*ids, *[3] * 60], checkpoints=(50, 120))
+    assert (stats["tokens_prefilled"], stats["checkpoints_dropped"]) == (60, 1)
+    assert boundaries_of(*(p for p in prefixes(client).values() if p.base)) == [40, 100, 120, 160]
+
+
+def test_a_checkpoint_that_can_be_gone_back_to_is_not_counted_as_lost(client):
+    for model in (families.build("llama"), families.build("gemma3_text", sliding_window=128)):
+        for _ in range(2):
+            _, stats = stored_now(model, client, families.tokens(100), checkpoints=(50,))
+        assert (stats["hits"], stats["checkpoints_dropped"]) == (1, 0)
+    ids = families.tokens(100)
+    model = families.build("gemma3_text", sliding_window=128)
+    with prompt_cache(model, client, model_id="fewer") as mine:
+        mine.get_or_prefill(ids)
+        assert mine.flush(WAIT_S)
+        mine.get_or_prefill(ids, checkpoints=(50,))
+        assert mine.stats()["checkpoints_dropped"] == 0
+
+
 def test_a_prefill_is_not_split_elsewhere_than_said():
     assert boundaries(0, 20_000, (), 8192) == [8192, 16384, 20_000]
     assert boundaries(8192, 16384, (), 8192) == [16384]
@@ -259,9 +284,11 @@ def test_who_has_other_checkpoints_does_not_replace_what_can_be_used(client, hyb
     at_the_end = caches.take_parts(cache, 80)
     more = caches.take_parts(prefilled(hybrid, ids[:32]), 32) + at_the_end
 
+    tally = Tally()
+
     def send(taken):
         bundle = Bundle(caches.take(cache), taken)
-        exchange = Exchange(client, WAIT_S, Tally())
+        exchange = Exchange(client, WAIT_S, tally)
         return exchange.send(Pending(request, 1.0), Found(facts=facts), bundle, lambda *_: None)
 
     def generation():
@@ -272,7 +299,9 @@ def test_who_has_other_checkpoints_does_not_replace_what_can_be_used(client, hyb
     assert send(at_the_end), "rows without their parts are of use to nobody"
     usable = generation()
     assert not send(at_the_end)
+    assert tally.of("checkpoints_dropped") == 0
     assert not send(more)
+    assert tally.of("checkpoints_dropped") == 1, "it is not kept, and that is said"
     assert not send(at_the_end)
     assert generation() == usable
 

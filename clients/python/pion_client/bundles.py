@@ -53,6 +53,13 @@ class Facts(NamedTuple):
         missing = self.held.missing(prefix.parts, boundary_tokens)
         return missing.kind if missing else ""
 
+    def unkept(self, prefix: PrefixInfo, boundaries: Iterable[int]) -> int:
+        """Returns at how many of these boundaries a stored prefix cannot be served."""
+        return sum(
+            bool(self.lacks(prefix, boundary)) and not self.held.later(prefix.parts, boundary)
+            for boundary in set(boundaries)
+        )
+
 
 class Bundle(NamedTuple):
     """Rows of a prefix from row 0 on, and parts at some of its boundaries."""
@@ -69,6 +76,11 @@ class Bundle(NamedTuple):
     def layers(self, base: int = 0) -> list[Rows]:
         """Returns the rows from `base` on."""
         return [pair.behind(base) for pair in self.rows] if base else self.rows
+
+    @property
+    def boundaries(self) -> set[int]:
+        """Where it has parts."""
+        return {taken.boundary_tokens for taken in self.taken}
 
     def parts(self) -> list[Part]:
         """Returns the parts as they are sent."""

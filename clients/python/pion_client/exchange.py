@@ -241,18 +241,21 @@ class Exchange:
         try:
             stored, whole = self._place(store, found, bundle)
         except OtherContent as error:  # these tokens, perhaps, with other parts
-            usable = self._usable(error.metadata.get("namespace", ""), request, found)
-            if usable is None:
+            there = self._there(error.metadata.get("namespace", ""), request, found.facts)
+            if there is None:
                 raise
         else:
             if whole:
                 self._tally.because("stored_whole", whole)
             if not stored.already_stored:
                 return True
-            usable = self._usable(stored.namespace, request, found)
-        if usable is False:  # it would stay in the way of everybody
+            there = self._there(stored.namespace, request, found.facts)
+        if there and not _usable(there, request, found):  # it would stay in the way of everybody
             store(layers=bundle.layers(), replace=True)
-        return usable is False
+            return True
+        if there:
+            self._tally.add("checkpoints_dropped", found.facts.unkept(there, bundle.boundaries))
+        return False
 
     def _place(
         self, store: Callable[..., Stored], found: Found, bundle: Bundle
@@ -267,20 +270,19 @@ class Exchange:
                 whole = "parent_gone"
         return store(layers=bundle.layers()), whole
 
-    def _usable(self, namespace: str, request: Request, found: Found) -> bool | None:
-        """Whether a name has all parts at the end of its rows, and others than could not be used.
+    def _there(self, namespace: str, request: Request, facts: Facts) -> PrefixInfo | None:
+        """Returns what a name has of a prefix that needs parts; None if it is another, or needs none."""
+        if not facts.held.needs or not namespace:
+            return None
+        named = self.look_up(namespace, facts, request.token_ids)
+        return named.prefix if named.hit else None
 
-        None if the name has not this prefix, or the prefix needs no parts.
-        """
-        assert found.facts is not None
-        if not found.facts.held.needs or not namespace:
-            return None
-        named = self.look_up(namespace, found.facts, request.token_ids)
-        if not named.hit or named.prefix is None:
-            return None
-        tried = found.prefix.generation if found.prefix and found.reason == PART_DIFFERS else 0
-        lacks = found.facts.lacks(named.prefix, request.token_count)
-        return not lacks and named.prefix.generation != tried
+
+def _usable(there: PrefixInfo, request: Request, found: Found) -> bool:
+    """Whether a prefix has all parts at its end, and others than could not be used."""
+    assert found.facts is not None
+    tried = found.prefix.generation if found.prefix and found.reason == PART_DIFFERS else 0
+    return not found.facts.lacks(there, request.token_count) and there.generation != tried
 
 
 def prefill_saved_ms(found: Found) -> float:

@@ -206,6 +206,8 @@ class PionPromptCache(AttendByNamespace):
             namespace: a name, at most 200 bytes of UTF-8 without control characters.
             checkpoints: token counts at which the prefill is interrupted and what is exact at one token
                 only is kept, beside those of `checkpoint_every`: such as where a system prompt ends.
+                What is served is not prefilled: a boundary within it that was not kept then cannot be
+                now, and is counted in `stats()["checkpoints_dropped"]`.
 
         Raises:
             ValueError: there are no token ids, or they are none.
@@ -214,6 +216,9 @@ class PionPromptCache(AttendByNamespace):
         token_ids = _packed(prefix_ids)
         request = Request(token_ids, namespace, len(token_ids) // 4, tuple(checkpoints))
         cache, found = self._restored(request)
+        if found.served and found.facts and found.prefix:
+            asked = [point for point in request.checkpoints if 0 < point < found.served]
+            self._tally.add("checkpoints_dropped", found.facts.unkept(found.prefix, asked))
         if found.served < request.token_count:
             prefill_ms, taken = self._complete(cache, request, found)
             if reason := self._keep(cache, request, found, prefill_ms, taken):
@@ -261,7 +266,8 @@ class PionPromptCache(AttendByNamespace):
 
         `hits` are calls that were served at least one row, `misses` all others, by reason in
         `miss_reasons`; `shortened_by` counts the kinds of parts that were missing at a later boundary,
-        `checkpoints_dropped` boundaries of own prefills for which there was no room. `stores` counts
+        `checkpoints_dropped` boundaries that were asked for or passed and are not kept: there was no
+        room, or the prefix is stored without them. `stores` counts
         what this object wrote, `already_stored` what others had written meanwhile. `skipped` counts
         what was not stored, by reason; `stored_whole` what was stored with rows that a parent has
         already, by reason. Times are milliseconds: `fetch_ms_total` until the rows are in the cache,
