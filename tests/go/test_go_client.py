@@ -3,9 +3,12 @@
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.mesh.shelf import PASSWORD, Shelf
 
 CLIENT = Path(__file__).parents[2] / "clients" / "go"
 GO = shutil.which("go") or shutil.which("/usr/local/go/bin/go")
@@ -30,6 +33,23 @@ def go(*arguments: str, **environment: str) -> None:
 def test_the_go_client_does_not_lose_a_bit() -> None:
     go("vet", "./...")
     go("test", "-count=1", "./...")
+
+
+def test_the_go_client_loses_nothing_behind_a_proxy() -> None:
+    with tempfile.TemporaryDirectory(prefix="pion-go-", dir="/tmp") as directory:
+        shelf = Shelf(Path(directory))
+        try:
+            shelf.open("abc", proxies="a")
+            node = shelf.node("a")
+            go(
+                *("test", "-count=1", "-run", "BehindAProxy", "./pion"),
+                PION_TEST_MESH=f"{node.address}:{node.port}",
+                PION_TEST_TLS=str(shelf.out / "clients/user"),
+                PION_PASSWORD=PASSWORD,
+            )
+            assert all(shelf.holds(name) for name in "abc")
+        finally:
+            shelf.close()
 
 
 @pytest.mark.soak

@@ -122,7 +122,7 @@ func (c *Client) AttendStore(ctx context.Context, session string, rows AttendRow
 // AttendWarm makes a stored prefix resident. Reading it takes the server its time: Options.StallTimeout
 // bounds it, besides the context.
 func (c *Client) AttendWarm(ctx context.Context, session string, prefix AttendPrefix) (Warmed, error) {
-	c.routes.remember(session, c.routes.of(prefix.Namespace)) // to the node that holds it
+	c.routes.warmed(session, prefix.Namespace) // to the node that holds it
 	header := &pionv1.AttendStoreHeader{Session: session, Source: &pionv1.AttendStoreHeader_FromPrefix{
 		FromPrefix: &pionv1.AttendFromPrefix{
 			Namespace: prefix.Namespace, Heads: prefix.Heads, HeadDim: prefix.HeadDim, Layers: prefix.Layers,
@@ -137,7 +137,7 @@ func (c *Client) warm(
 ) (Warmed, error) {
 	ctx, dog, end := c.watched(ctx)
 	defer end()
-	stream, err := c.attend.Store(c.Outgoing(ctx, c.routes.of(header.GetSession())))
+	stream, err := c.attend.Store(c.Outgoing(ctx, c.routes.session(header.GetSession())))
 	if err != nil {
 		return Warmed{}, errorOf(ctx, err)
 	}
@@ -169,7 +169,7 @@ func (c *Client) warm(
 // AttendLookup says where entries stand, in the order of the layers.
 func (c *Client) AttendLookup(ctx context.Context, session string, layers ...uint32) ([]AttendEntry, error) {
 	request := &pionv1.AttendLookupRequest{Session: session, Layers: layers}
-	answer, err := ask(c, ctx, c.routes.of(session), c.attend.Lookup, request)
+	answer, err := ask(c, ctx, c.routes.session(session), c.attend.Lookup, request)
 	if err != nil {
 		return nil, err
 	}
@@ -188,7 +188,7 @@ func (c *Client) AttendLookup(ctx context.Context, session string, layers ...uin
 // AttendDrop forgets one layer of a session, or all with a nil layer. Returns how many there were.
 func (c *Client) AttendDrop(ctx context.Context, session string, layer *uint32) (uint32, error) {
 	request := &pionv1.AttendDropRequest{Session: session, Layer: layer}
-	answer, err := once(c, ctx, c.routes.of(session), c.attend.Drop, request)
+	answer, err := once(c, ctx, c.routes.session(session), c.attend.Drop, request)
 	return answer.GetDroppedCount(), err
 }
 
@@ -198,7 +198,7 @@ func (c *Client) AttendQuery(ctx context.Context, query AttendQuery) (*AttendAns
 	if err != nil {
 		return nil, err
 	}
-	answer, err := ask(c, ctx, c.routes.of(query.Session), c.attend.Query, message)
+	answer, err := ask(c, ctx, c.routes.session(query.Session), c.attend.Query, message)
 	if err != nil {
 		return nil, err
 	}
@@ -224,7 +224,7 @@ const attendInFlightMax = 1_024
 func (c *Client) OpenAttendStream(ctx context.Context, session string) (*AttendStream, error) {
 	ctx, dog, end := c.watched(ctx)
 	dog.stop()
-	stream, err := c.attend.Stream(c.Outgoing(ctx, c.routes.of(session)))
+	stream, err := c.attend.Stream(c.Outgoing(ctx, c.routes.session(session)))
 	if err != nil {
 		end()
 		return nil, errorOf(ctx, err)

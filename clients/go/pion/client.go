@@ -61,7 +61,7 @@ type Client struct {
 	attend   pionv1.AttendClient
 	states   pionv1.SSMStateClient
 	stats    pionv1.StatsClient
-	routes   *routes
+	routes   routing
 }
 
 // Dial makes a client for "host:port" or "unix:/path". It does not wait for the server: the first call
@@ -111,7 +111,7 @@ func Dial(address string, options Options) (*Client, error) {
 		attend:   pionv1.NewAttendClient(conn),
 		states:   pionv1.NewSSMStateClient(conn),
 		stats:    pionv1.NewStatsClient(conn),
-		routes:   newRoutes(),
+		routes:   newRouting(),
 	}, nil
 }
 
@@ -123,9 +123,10 @@ func (c *Client) Close() error { return c.conn.Close() }
 func (c *Client) Conn() *grpc.ClientConn { return c.conn }
 
 // Outgoing returns a context with the metadata that every call carries: who asks, and where a proxy
-// shall send it. A route is a namespace, or wire.RouteKey where token ids are known.
+// shall send it. A route is a name, or wire.RouteKey where token ids are known; what is beyond 200
+// characters of it does not count.
 func (c *Client) Outgoing(ctx context.Context, route string) context.Context {
-	pairs := []string{"pion-route", wire.RouteMetadata(route)}
+	pairs := []string{"pion-route", wire.RouteMetadata(cut(route))}
 	if c.options.Password != "" {
 		pair := c.options.Tenant + ":" + c.options.Password
 		pairs = append(pairs, "authorization", "Basic "+base64.StdEncoding.EncodeToString([]byte(pair)))

@@ -2,7 +2,6 @@ package pion
 
 import (
 	"context"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -76,11 +75,10 @@ func (c *Client) fetch(ctx context.Context, request FetchRequest, to destination
 	if (request.Namespace == "") == (len(request.LeaseID) == 0) {
 		return nil, invalid("namespace", "either a namespace or a lease id is needed")
 	}
-	route := request.Namespace
-	if route == "" {
-		route = hex.EncodeToString(request.LeaseID)
+	route := c.routes.prefix(request.Namespace)
+	if request.Namespace == "" {
+		route = c.routes.lease(request.LeaseID)
 	}
-	route = c.routes.of(route)
 	taken := &reception{request: &request, to: to, bytesMax: c.options.FetchBytesMax}
 	_, patient := ctx.Deadline()
 	fruitless := 0

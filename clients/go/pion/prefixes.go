@@ -2,7 +2,6 @@ package pion
 
 import (
 	"context"
-	"encoding/hex"
 	"iter"
 
 	"pion-grpc/clients/go/pionv1"
@@ -72,7 +71,7 @@ func (c *Client) Match(ctx context.Context, request MatchRequest) (*Match, error
 		if match.Prefix == nil {
 			return nil, badAnswer("a hit names no prefix")
 		}
-		c.follow(match.Prefix.Namespace, match.LeaseID, route)
+		c.routes.follow(match.Prefix.Namespace, match.LeaseID, route)
 	}
 	return match, nil
 }
@@ -110,7 +109,7 @@ func (c *Client) Lookup(ctx context.Context, request LookupRequest) (*Lookup, er
 	if request.Layout != nil {
 		query.Layout = layoutMessage(request.Layout)
 	}
-	route := c.routes.of(request.Namespace)
+	route := c.routes.prefix(request.Namespace)
 	if request.Model != "" && len(request.TokenIDs) > 0 {
 		route = wire.RouteKey(c.options.Tenant, request.Model, request.TokenIDs)
 	}
@@ -135,7 +134,7 @@ func (c *Client) Lookup(ctx context.Context, request LookupRequest) (*Lookup, er
 		return nil, err
 	}
 	if lookup.Hit {
-		c.follow(request.Namespace, lookup.LeaseID, route)
+		c.routes.follow(request.Namespace, lookup.LeaseID, route)
 	}
 	return lookup, nil
 }
@@ -146,7 +145,7 @@ func (c *Client) Drop(ctx context.Context, namespaces ...string) ([]bool, error)
 		return nil, nil
 	}
 	request := &pionv1.PrefixStoreDropRequest{Namespaces: namespaces}
-	answer, err := once(c, ctx, c.routes.of(namespaces[0]), c.prefixes.Drop, request)
+	answer, err := once(c, ctx, c.routes.prefix(namespaces[0]), c.prefixes.Drop, request)
 	if err != nil {
 		return nil, err
 	}
@@ -196,7 +195,7 @@ type Registration struct {
 
 // Register declares layout, table and prefill time of a prefix; says where it stands, and its generation.
 func (c *Client) Register(ctx context.Context, registration Registration) (State, uint64, error) {
-	route := c.routes.of(registration.Namespace)
+	route := c.routes.prefix(registration.Namespace)
 	answer, err := once(c, ctx, route, c.prefixes.Register, &pionv1.PrefixStoreRegisterRequest{
 		Namespace: registration.Namespace,
 		Layout:    layoutMessage(registration.Layout),
@@ -228,14 +227,6 @@ func (c *Client) Stats(ctx context.Context) (*pionv1.Receipt, error) {
 func (c *Client) ResetStats(ctx context.Context) (*pionv1.Receipt, error) {
 	answer, err := once(c, ctx, "", c.stats.Reset, &pionv1.StatsResetRequest{})
 	return answer.GetReceipt(), err
-}
-
-// follow has later calls about a name or a lease go where this one went.
-func (c *Client) follow(namespace string, leaseID []byte, route string) {
-	c.routes.remember(namespace, route)
-	if len(leaseID) > 0 {
-		c.routes.remember(hex.EncodeToString(leaseID), route)
-	}
 }
 
 func someInfo(message *pionv1.PrefixInfo) (*PrefixInfo, error) {

@@ -54,7 +54,7 @@ func (c *Client) sendState(
 ) (uint64, error) {
 	ctx, dog, end := c.watched(ctx)
 	defer end()
-	stream, err := c.states.Store(c.Outgoing(ctx, c.routes.of(header.GetSession())))
+	stream, err := c.states.Store(c.Outgoing(ctx, c.routes.state(header.GetSession())))
 	if err != nil {
 		return 0, errorOf(ctx, err)
 	}
@@ -119,7 +119,7 @@ func (c *Client) FetchState(ctx context.Context, session string, layer uint32) (
 // DropState drops one layer of a session, or all with a nil layer. Returns how many values it had.
 func (c *Client) DropState(ctx context.Context, session string, layer *uint32) (uint32, error) {
 	request := &pionv1.SSMStateDropRequest{Session: session, Layer: layer}
-	answer, err := once(c, ctx, c.routes.of(session), c.states.Drop, request)
+	answer, err := once(c, ctx, c.routes.state(session), c.states.Drop, request)
 	return answer.GetDroppedCount(), err
 }
 
@@ -140,7 +140,7 @@ func (c *Client) receiveState(ctx context.Context, session string, layer uint32,
 	request := &pionv1.SSMStateFetchRequest{
 		Session: session, Layer: layer, OffsetBytes: uint64(len(taken.data)), Generation: taken.header.GetGeneration(),
 	}
-	stream, err := c.states.Fetch(c.Outgoing(ctx, c.routes.of(session)), request)
+	stream, err := c.states.Fetch(c.Outgoing(ctx, c.routes.state(session)), request)
 	if err != nil {
 		return errorOf(ctx, err)
 	}

@@ -70,7 +70,7 @@ func (c *Client) Store(ctx context.Context, request StoreRequest) (Stored, error
 			}
 			return Stored{}, err
 		}
-		c.routes.remember(answer.GetNamespace(), route)
+		c.routes.follow(answer.GetNamespace(), nil, route)
 		return Stored{
 			answer.GetNamespace(), answer.GetAlreadyStored(), answer.GetGeneration(), answer.GetTokenCount(),
 			answer.GetStoredBytes(), answer.GetDurability(), answer.GetBase(),

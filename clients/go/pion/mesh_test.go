@@ -1,0 +1,52 @@
+package pion
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+
+	"pion-grpc/clients/go/wire"
+)
+
+// TestNothingIsLostBehindAProxy runs where PION_TEST_MESH is the address of a proxy of several nodes, and
+// PION_TEST_TLS the directory of a client's certificates: tests/go starts both.
+func TestNothingIsLostBehindAProxy(t *testing.T) {
+	address, own := os.Getenv("PION_TEST_MESH"), os.Getenv("PION_TEST_TLS")
+	if address == "" {
+		t.Skip("PION_TEST_MESH is not set")
+	}
+	config, err := TLSFromFiles(own+"/ca.pem", own+"/client.pem", own+"/client.key")
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := dial(t, address, Options{TLS: config, Password: os.Getenv("PION_PASSWORD")})
+	requests := make([]StoreRequest, 24)
+	for i := range requests { // each with a session of recurrent states that is called like it
+		name := fmt.Sprintf("go-%d", i)
+		requests[i] = sample(name, wire.F16, 130)
+		requests[i].TokenIDs[0] = uint32(1_000 + i)
+		if _, err := client.StoreState(t.Context(), name, 0, StateInfo{}, noise(name, "state", 500), DurabilityProcess); err != nil {
+			t.Fatal(err)
+		}
+		mustStore(t, client, requests[i])
+	}
+	for _, request := range requests {
+		match, err := client.Match(t.Context(), MatchRequest{Model: sampleModel, TokenIDs: request.TokenIDs})
+		if err != nil || !match.Hit {
+			t.Fatalf("%s: %+v, %v", request.Namespace, match, err)
+		}
+		same(t, mustFetch(t, client, FetchRequest{Namespace: request.Namespace, PartKinds: []string{"state"}}), request)
+		state, err := client.FetchState(t.Context(), request.Namespace, 0)
+		if err != nil || string(state.Data) != string(noise(request.Namespace, "state", 500)) {
+			t.Errorf("the state of %s is lost: %v", request.Namespace, err)
+		}
+	}
+	// Neither ends the connection that the calls after it use.
+	if found, err := client.Lookup(t.Context(), LookupRequest{Namespace: strings.Repeat("ö", 50_000)}); err == nil {
+		t.Errorf("%+v", found)
+	}
+	if prefix := mustFetch(t, client, FetchRequest{Namespace: "go-0"}); !prefix.Hit {
+		t.Error("it is not found any more")
+	}
+}
