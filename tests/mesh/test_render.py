@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from pion_client.ring import POINTS_PER_NODE
@@ -24,6 +25,14 @@ from pion_grpc.server import SERVICES
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "deploy/mesh/nodes.toml"
 TWO = '[[node]]\nname = "a"\naddress = "10.0.0.1"\n[[node]]\nname = "b"\naddress = "10.0.0.2"\n'
+
+ONE = '[[node]]\nname = "a"\naddress = "10.0.0.1"\n'
+PEERS = "".join(
+    f'[[node]]\nname = "{name}"\naddress = "10.0.10.{n}"\npeer_address = "10.0.20.{n}"\n'
+    for n, name in ((1, "a"), (2, "b"))
+)
+SHARED = TWO.replace(".2", ".1")
+"""Two nodes on one machine."""
 
 
 @pytest.fixture
@@ -68,6 +77,18 @@ def files(out: Path) -> dict[str, tuple[bytes, int]]:
         ('[[node]]\nname = "a"\naddress = "10.0.0.1"\nserve = "--no-export"\n', "list"),
         ('[[node]]\nname = "a"\naddress = "10.0.0.1"\nserve = ["--listen", "x:1"]\n', "--listen"),
         ('[[node]]\nname = "a"\naddress = "10.0.0.1"\nuser = "a b"\n', "nobody's name"),
+        ("mesh = 5\n" + TWO, "one \\[mesh\\]"),
+        ('[[mesh]]\nname = "x"\n' + TWO, "one \\[mesh\\]"),
+        ("node = [1]\n", "list of tables"),
+        (ONE + 'data = "/x\\nUser=root"\n', "none of a line's"),
+        (ONE + 'serve = ["--ns-prefix", "x\\nUser=root"]\n', "none of a line's"),
+        ('[[node]]\nname = "a"\naddress = "fe80::1%en0"\n', "no zones"),
+        ('[[node]]\nname = "a"\naddress = "::ffff:10.0.0.1"\n', "written 10.0.0.1"),
+        (TWO + 'peer_address = "10.0.0.1"\n', "10.0.0.1 is an address of node a and of node b"),
+        (PEERS.replace("20.2", "20.1"), "10.0.20.1 is an address of node a and of node b"),
+        (PEERS.replace("20.2", "20.1") + "server_port = 6\n", "is an address of"),
+        (SHARED + "port = 50052\nserver_port = 7\n", "both have port 50052"),
+        (SHARED + "port = 6\nserver_port = 7\n", "both have port 9901"),
         (TWO.replace('"b"', '"a"'), "2 nodes are a"),
         (TWO.replace(".2", ".1"), "2 nodes are 10.0.0.1:50052"),
     ],
@@ -89,6 +110,13 @@ def test_nodes_are_known_by_the_addresses_that_clients_have(mesh: Mesh) -> None:
     six = {"name": "six", "address": "fd00::1"}
     (node,) = parse_mesh({"node": [six]}).nodes
     assert node.key == node.listen == "[fd00::1]:50052"
+
+
+def test_several_nodes_of_one_machine_are_not_refused() -> None:
+    both = {"address": "10.0.0.1", "peer_address": "10.0.20.1"}
+    ports = ({}, {"port": 6, "server_port": 7, "admin_port": 8})
+    nodes = [both | {"name": f"n{n}"} | own for n, own in enumerate(ports)]
+    assert len(parse_mesh({"node": nodes}).nodes) == 2
 
 
 # Envoy
@@ -281,6 +309,27 @@ def test_certificates_are_made_anew_when_they_must_be_and_not_before(tmp_path, c
     authority = certificate(out / "authority/ca.pem")
     left = authority.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert left > datetime.timedelta(days=3_600)
+
+
+@pytest.mark.parametrize("key", ["another", "nonsense"])
+def test_a_certificate_is_not_kept_beside_a_key_that_is_not_its_own(tmp_path, capsys, key) -> None:
+    run(capsys, "certs", EXAMPLE, tmp_path, "--client", "x")
+    other = (tmp_path / "mini-2/tls/node.key").read_bytes()
+    for path in (tmp_path / "mini-1/tls/node.key", tmp_path / "clients/x/client.key"):
+        path.write_bytes(other if key == "another" else b"nonsense")
+    answer = run(capsys, "certs", EXAMPLE, tmp_path, "--client", "x")
+    assert [one["name"] for one in answer["certificates"] if one["new"]] == ["mini-1", "x"]
+    for own, stem in (("mini-1/tls", "node"), ("clients/x", "client")):
+        loaded = load_pem_private_key((tmp_path / own / f"{stem}.key").read_bytes(), None)
+        assert loaded.public_key() == certificate(tmp_path / own / f"{stem}.pem").public_key()
+
+
+@pytest.mark.parametrize("name", ["", "../../escaped", "a/b", "/tmp/x", "A", "a\nb"])
+def test_no_certificate_is_written_outside(tmp_path: Path, capsys, name: str) -> None:
+    out = tmp_path / "1/2/out"
+    assert main(["mesh", "certs", str(EXAMPLE), "--out", str(out), "--client", name]) == 1
+    assert "no name" in capsys.readouterr().err
+    assert files(tmp_path) == {}
 
 
 @pytest.mark.parametrize("damage", ["half", "nonsense", "another key"])

@@ -104,8 +104,8 @@ def sign(
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     write(directory / "ca.pem", authority.pem)
-    kept = None if renew else _still_good(authority, directory / f"{stem}.pem", names)
-    if kept is not None and (directory / f"{stem}.key").exists():
+    kept = None if renew else _still_good(authority, directory / stem, names)
+    if kept is not None:
         return Signed(directory, name, False, kept.not_valid_after_utc)
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _certificate(authority, name, names, key, days)
@@ -162,10 +162,15 @@ def _certificate(
     return builder.sign(authority.key, hashes.SHA256())
 
 
-def _still_good(authority: Authority, path: Path, names: Names) -> x509.Certificate | None:
+def _still_good(authority: Authority, stem: Path, names: Names) -> x509.Certificate | None:
     try:
-        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        certificate = x509.load_pem_x509_certificate(
+            stem.with_name(f"{stem.name}.pem").read_bytes()
+        )
         certificate.verify_directly_issued_by(authority.certificate)
+        key = stem.with_name(f"{stem.name}.key").read_bytes()
+        if serialization.load_pem_private_key(key, None).public_key() != certificate.public_key():
+            return None  # whoever wrote them was interrupted
         alternative = x509.SubjectAlternativeName
         found = certificate.extensions.get_extension_for_class(alternative).value
     except x509.ExtensionNotFound:

@@ -129,17 +129,23 @@ def read_mesh(path: Path) -> Mesh:
 def parse_mesh(document: dict[str, Any]) -> Mesh:
     """Returns the mesh that a document describes; raises BadMesh."""
     _no_others("the file", document, {"mesh", "node"})
-    shared = dict(document.get("mesh", {}))
-    name = _name("[mesh] name", shared.pop("name", "pion"))
+    shared = document.get("mesh", {})
+    if not isinstance(shared, dict):
+        raise BadMesh("there is one [mesh], a table of words")
+    name = checked_name("[mesh] name", shared.get("name", "pion"))
+    shared = {word: value for word, value in shared.items() if word != "name"}
     own = document.get("node", [])
     if not isinstance(own, list) or not 0 < len(own) <= NODES_MAX:
         raise BadMesh(f"there must be 1 to {NODES_MAX} [[node]]")
+    if not all(isinstance(node, dict) for node in own):
+        raise BadMesh("node is a list of tables, each under [[node]]")
     nodes = tuple(_node(f"[[node]] {number}", shared | node) for number, node in enumerate(own, 1))
     for what in ("name", "key"):
         seen = [getattr(node, what) for node in nodes]
         for value in seen:
             if seen.count(value) > 1:
                 raise BadMesh(f"{seen.count(value)} nodes are {value}")
+    _none_in_two_places(nodes)
     return Mesh(name, nodes)
 
 
@@ -158,7 +164,7 @@ def _node(where: str, words: dict[str, Any]) -> Node:
     for word in ("name", "address"):
         if word not in words:
             raise BadMesh(f"{where}: {word} is missing")
-    name = _name(f"{where} name", words["name"])
+    name = checked_name(f"{where} name", words["name"])
     if name in ("clients", "authority"):
         raise BadMesh(f"{where}: no node is called {name}: something else has that directory")
     where = f"node {name}"
@@ -170,6 +176,8 @@ def _node(where: str, words: dict[str, Any]) -> Node:
     if not isinstance(serve, list) or not all(isinstance(flag, str) for flag in serve):
         raise BadMesh(f'{where}: serve is a list of texts, such as ["--disk-budget", "200GiB"]')
     for flag in serve:
+        if not flag.isprintable():
+            raise BadMesh(f"{where}: serve: {flag!r} has a character that is none of a line's")
         if flag.partition("=")[0] in _OWN_FLAGS:
             raise BadMesh(f"{where}: serve: {flag} is made from the rest of the file")
     user = words.get("user", "_pion" if system == "macos" else "pion")
@@ -195,16 +203,40 @@ def _node(where: str, words: dict[str, Any]) -> Node:
     )
 
 
+def checked_name(where: str, value: Any) -> str:
+    """Returns what may be the name of a directory, a host and a certificate; raises BadMesh."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise BadMesh(f"{where}: {value!r} is no name: small letters, digits and - make one")
+    return value
+
+
+def _none_in_two_places(nodes: tuple[Node, ...]) -> None:
+    """Two nodes that share an address are on one machine: they share both, and no port.
+
+    Proxies would reach one of them under the names of both, and nobody would notice.
+    """
+    machines: dict[str, Node] = {}
+    taken: dict[tuple[str, int], Node] = {}
+    for node in nodes:
+        for address in dict.fromkeys((node.address, node.peer_address)):
+            other = machines.setdefault(address, node)
+            if (other.address, other.peer_address) != (node.address, node.peer_address):
+                raise BadMesh(
+                    f"{address} is an address of node {other.name} and of node {node.name}; "
+                    "on one machine they would have the same address and the same peer_address"
+                )
+        for port in (node.port, node.server_port, node.admin_port):
+            other = taken.setdefault((node.address, port), node)
+            if other is not node:
+                raise BadMesh(
+                    f"nodes {other.name} and {node.name} are on one machine and both have port {port}"
+                )
+
+
 def _no_others(where: str, words: dict[str, Any], known: set[str]) -> None:
     for word in words:
         if word not in known:
             raise BadMesh(f"{where}: {word!r} is none of {', '.join(sorted(known))}")
-
-
-def _name(where: str, value: Any) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise BadMesh(f"{where}: {value!r} is no name: small letters, digits and - make one")
-    return value
 
 
 def _address(where: str, value: Any) -> str:
@@ -214,6 +246,11 @@ def _address(where: str, value: Any) -> str:
         raise BadMesh(f"{where}: {value!r} is no IP address; proxies ask no name server") from None
     if address.is_unspecified or address.is_multicast:
         raise BadMesh(f"{where}: nobody can be reached at {value}")
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            raise BadMesh(f"{where}: {value} is written {address.ipv4_mapped}")
+        if address.scope_id is not None:
+            raise BadMesh(f"{where}: {value}: proxies know no zones (%{address.scope_id})")
     return str(address)
 
 
@@ -226,4 +263,6 @@ def _port(where: str, value: Any) -> int:
 def _path(where: str, value: Any) -> str:
     if not isinstance(value, str) or not PurePosixPath(value).is_absolute():
         raise BadMesh(f"{where}: {value!r} is no absolute path")
+    if not value.isprintable():
+        raise BadMesh(f"{where}: {value!r} has a character that is none of a line's")
     return str(PurePosixPath(value))

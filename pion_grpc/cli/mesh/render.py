@@ -20,7 +20,7 @@ from typing import Any
 from pion_grpc.cli import output
 from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.cli.mesh import envoy, services
-from pion_grpc.cli.mesh.nodes import BadMesh, Mesh, Node, read_mesh
+from pion_grpc.cli.mesh.nodes import BadMesh, Mesh, Node, checked_name, read_mesh
 from pion_grpc.cli.mesh.writing import write
 
 
@@ -58,6 +58,11 @@ def certs(options: argparse.Namespace) -> int:
             reason="NOT_INSTALLED",
         ) from error
     mesh, out = _mesh(options), options.out
+    try:
+        for name in options.client:
+            checked_name("--client", name)
+    except BadMesh as error:
+        raise CommandFailed(str(error), reason="INVALID") from error
     authority = certificates.authority_in(out / "authority", mesh)
     signed = [
         certificates.sign(
