@@ -110,7 +110,7 @@ extension PionClient {
         session: String, namespace: String, heads: Int? = nil, headDim: Int? = nil, layers: [Int] = [],
         generation: UInt64? = nil, rows: UInt64? = nil, timeout: Duration? = nil
     ) async throws -> Warmed {
-        remember(session, route: route(of: namespace))  // to the node that holds it
+        rememberWarmed(session, from: namespace)  // to the node that holds it
         let header = Pion_V1_AttendStoreHeader.with {
             $0.session = session
             $0.fromPrefix = .with {
@@ -129,7 +129,7 @@ extension PionClient {
         _ header: Pion_V1_AttendStoreHeader, _ sides: [[UInt8]], timeout: Duration?
     ) async throws -> Warmed {
         let first = Framing.header(try header.serializedBytes())
-        let route = route(of: header.session)
+        let route = route(ofAttend: header.session)
         let deadline = Deadline(timeout)
         let answer = try await sendWhole(deadline) {
             try await send(Service.attend.method("Store"), route: route, deadline: deadline) { send in
@@ -157,7 +157,7 @@ extension PionClient {
             $0.layers = layers.map(UInt32.init)
         }
         let answer = try await ask(
-            Service.attend.method("Lookup"), request, route: route(of: session), timeout: timeout,
+            Service.attend.method("Lookup"), request, route: route(ofAttend: session), timeout: timeout,
             answer: Pion_V1_AttendLookupResponse.self)
         guard answer.entries.map({ Int($0.layer) }) == layers else {
             throw PionError(.badAnswer, "\(answer.entries.count) answers about \(layers.count) layers")
@@ -182,7 +182,7 @@ extension PionClient {
             if let layer { $0.layer = UInt32(layer) }
         }
         let answer = try await once(
-            Service.attend.method("Drop"), request, route: route(of: session), timeout: timeout,
+            Service.attend.method("Drop"), request, route: route(ofAttend: session), timeout: timeout,
             answer: Pion_V1_AttendDropResponse.self)
         return Int(answer.droppedCount)
     }
@@ -190,7 +190,7 @@ extension PionClient {
     /// Answers one query, as a call of its own. Whoever asks many uses `withAttendStream`.
     public func attendQuery(_ query: AttendQuery, timeout: Duration? = nil) async throws -> AttendAnswer {
         let answer = try await ask(
-            Service.attend.method("Query"), query.message, route: route(of: query.session), timeout: timeout,
+            Service.attend.method("Query"), query.message, route: route(ofAttend: query.session), timeout: timeout,
             answer: Pion_V1_AttendQueryResponse.self)
         return try query.answer(answer)
     }
@@ -201,12 +201,13 @@ extension PionClient {
     ) async throws -> Result {
         let (requests, sink) = AsyncStream.makeStream(of: Pion_V1_AttendStreamRequest.self)
         let stream = AttendStream(sink, timeout: options.timeout)
+        let route = route(ofAttend: session)
         return try await withThrowingTaskGroup(of: Void.self) { group in
             group.addTask { [self] in
                 do {
                     try await translated {
                         try await grpc.bidirectionalStreaming(
-                            request: StreamingClientRequest(metadata: metadata(route: route(of: session))) { writer in
+                            request: StreamingClientRequest(metadata: metadata(route: route)) { writer in
                                 for await request in requests { try await writer.write(request) }
                             },
                             descriptor: Service.attend.method("Stream"),

@@ -42,7 +42,9 @@ public func withPionClient<Result: Sendable>(
 public final class PionClient: Sendable {
     let options: PionOptions
     let grpc: GRPCClient<HTTP2ClientTransport.Posix>
-    private let routes = Mutex(Routes())
+    private let routes = Mutex(Routes())  // of prefixes, by name
+    private let leases = Mutex(Routes())  // short-lived, and never at the cost of names
+    private let sessions = Mutex(Routes())  // of attend, by session
 
     /// The client makes calls while `run()` runs; `withPionClient` sees to that.
     ///
@@ -89,16 +91,31 @@ public final class PionClient: Sendable {
 
     // MARK: Routes
 
-    func route(of key: String) -> String { routes.withLock { $0.of(key) } }
+    // Prefixes are where their token ids lead, so that a match finds them: of a name, this is remembered. What else
+    // has a name may have the same one as a prefix, and is nevertheless not where that is.
 
-    func route(of leaseID: [UInt8]) -> String { route(of: hex(leaseID)) }
+    /// Of calls about a prefix.
+    func route(of namespace: String) -> String { routes.withLock { $0.of(namespace) } }
+
+    func route(of leaseID: [UInt8]) -> String { leases.withLock { $0.of(hex(leaseID)) } }
+
+    /// Of calls about recurrent states: always where the session's name leads.
+    func route(ofState session: String) -> String { Routes.byName(session) }
+
+    /// Of calls about a session of attend: where the prefix is that it was made resident from, else where its name
+    /// leads.
+    func route(ofAttend session: String) -> String { sessions.withLock { $0.of(session) } }
+
+    /// Has later calls about a session of attend go where the prefix is.
+    func rememberWarmed(_ session: String, from namespace: String) {
+        let route = route(of: namespace)
+        sessions.withLock { $0.remember(session, route) }
+    }
 
     /// Has later calls about a name or a lease go where this one went.
     func remember(_ namespace: String, leaseID: [UInt8] = [], route: String) {
-        routes.withLock { routes in
-            routes.remember(namespace, route)
-            if !leaseID.isEmpty { routes.remember(hex(leaseID), route) }
-        }
+        routes.withLock { $0.remember(namespace, route) }
+        if !leaseID.isEmpty { leases.withLock { $0.remember(hex(leaseID), route) } }
     }
 
     func routeKey(model: String, tokenIDs: [UInt32]) -> String {

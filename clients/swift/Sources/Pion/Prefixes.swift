@@ -255,7 +255,7 @@ extension PionClient {
                     }
                     repeat {
                         let page = try await self.ask(
-                            Service.prefixStore.method("List"), request, route: prefix, timeout: nil,
+                            Service.prefixStore.method("List"), request, route: Routes.byName(prefix), timeout: nil,
                             answer: Pion_V1_PrefixStoreListResponse.self)
                         for message in page.prefixes { continuation.yield(try PrefixInfo(message)) }
                         request.pageToken = page.nextPageToken

@@ -37,7 +37,7 @@ extension PionClient {
             }
         }
         let first = Framing.header(try header.serializedBytes())
-        let route = route(of: session)
+        let route = route(ofState: session)
         let deadline = Deadline(timeout)
         let answer = try await sendWhole(deadline) {
             try await send(Service.ssmState.method("Store"), route: route, deadline: deadline) { send in
@@ -62,7 +62,7 @@ extension PionClient {
                 let request = arriving.withLock { $0.request(session: session, layer: layer) }
                 let bytes: [UInt8] = try request.serializedBytes()
                 try await receive(
-                    Service.ssmState.method("Fetch"), bytes, route: route(of: session), deadline: deadline
+                    Service.ssmState.method("Fetch"), bytes, route: route(ofState: session), deadline: deadline
                 ) { message in
                     try arriving.withLock { try $0.take(message) }
                 }
@@ -94,7 +94,7 @@ extension PionClient {
             if let layer { $0.layer = UInt32(layer) }
         }
         let answer = try await once(
-            Service.ssmState.method("Drop"), request, route: route(of: session), timeout: timeout,
+            Service.ssmState.method("Drop"), request, route: route(ofState: session), timeout: timeout,
             answer: Pion_V1_SSMStateDropResponse.self)
         return Int(answer.droppedCount)
     }

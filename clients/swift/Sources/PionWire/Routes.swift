@@ -1,23 +1,35 @@
-/// Which node of a mesh was asked about a name or a lease, so that the same one is asked again.
-public struct Routes: Sendable {
-    /// Names that are remembered.
-    public static let countMax = 1_000
+/// Where the calls about a name go in a mesh of nodes.
 
-    private var known: [String: String] = [:]
-    private var order: [String] = []
+/// Which node was asked about a name, so that the same one is asked again.
+///
+/// Two halves: the older one is forgotten as a whole when the younger one is full, so that remembering costs the
+/// same however many names there are.
+public struct Routes: Sendable {
+    /// At least so many of the newest names are remembered, at most twice as many.
+    public static let countMax = 50_000
+    /// What is longer is no name, and metadata of its size would end the connection of everybody behind the same
+    /// proxy. The server is the one to refuse it.
+    public static let charactersMax = 200
+
+    private var young: [String: String] = [:]
+    private var old: [String: String] = [:]
 
     public init() {}
 
-    /// Remembers the newest thousand.
+    /// Remembers the newest.
     public mutating func remember(_ key: String, _ route: String) {
-        if known.updateValue(route, forKey: key) == nil {
-            if known.count > Self.countMax { known[order.removeFirst()] = nil }
-            order.append(key)
-        } else if order.last != key, let at = order.firstIndex(of: key) {
-            order.append(order.remove(at: at))
+        if young[key] == nil, young.count == Self.countMax {
+            old = young
+            young = [:]
         }
+        young[key] = route
     }
 
     /// Returns the route; of what is not known, the name itself.
-    public func of(_ key: String) -> String { known[key] ?? key }
+    public func of(_ key: String) -> String { young[key] ?? old[key] ?? Self.byName(key) }
+
+    /// Returns the route of what is known by its name alone.
+    public static func byName(_ name: String) -> String {
+        String(name.unicodeScalars.prefix(charactersMax))
+    }
 }

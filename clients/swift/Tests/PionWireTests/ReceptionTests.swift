@@ -167,13 +167,19 @@ private func refused(_ reason: Reason, _ body: () throws -> Void) {
 
 @Test func theNewestRoutesAreRemembered() {
     var routes = Routes()
-    for i in 0...Routes.countMax { routes.remember("\(i)", "x") }
+    for i in 0..<2 * Routes.countMax + 1 { routes.remember("\(i)", "x") }
     #expect(routes.of("0") == "0")
-    #expect(routes.of("1") == "x")
+    for i in Routes.countMax + 1...2 * Routes.countMax { #expect(routes.of("\(i)") == "x") }
     routes.remember("1", "y")
-    routes.remember("new", "z")
     #expect(routes.of("1") == "y")
-    #expect(routes.of("2") == "2")
+}
+
+@Test func noNameMakesMetadataThatEndsAConnection() {
+    let routes = Routes()
+    let long = String(repeating: "ß", count: Routes.charactersMax)
+    #expect(routes.of(long) == long)
+    #expect(routes.of(long + String(repeating: "x", count: 100_000)) == long)
+    #expect(Routes.byName("short") == "short")
 }
 
 @Test func no16BitPatternIsLost() throws {
