@@ -1,9 +1,12 @@
 """Row snapshots of live prefixes, for speculative decoding: how long each tensor was, kept in memory.
 
 Going back does not touch bytes: what is cut off is covered by a hole, which later rows cover in turn.
+A snapshot is known to the process that took it, and to no other; so that another's id never means one
+of its own, each process counts from a random number on.
 """
 
 import json
+import secrets
 import threading
 from typing import NamedTuple
 
@@ -29,6 +32,9 @@ SNAPSHOTS_MAX = 16
 """Row snapshots of one prefix."""
 
 
+_FIRST_ID_BITS = 52  # no id leaves what a double holds exactly
+
+
 class _Snapshot(NamedTuple):
     prefix: int
     sides: str
@@ -43,7 +49,7 @@ class Snapshots:
         self._catalog = catalog
         self._lock = threading.Lock()
         self._snapshots: dict[int, _Snapshot] = {}
-        self._serial = 0
+        self._serial = secrets.randbits(_FIRST_ID_BITS)
 
     @property
     def count(self) -> int:

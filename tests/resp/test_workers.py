@@ -11,7 +11,7 @@ import pytest
 
 from pion_wire.v1 import prefix_store_pb2 as pb
 from tests.conftest import ServerProcess
-from tests.resp.wire import Wire, fields
+from tests.resp.wire import Refused, Wire, fields
 from tests.server.wire import Wire as Grpc
 
 WORKERS = 4
@@ -98,6 +98,24 @@ def test_the_limit_of_sessions_is_one_for_all(start_server: Callable[..., Server
     answers = [one("KV.PREFIX.LOOKUP", f"ns{number}") for number in range(6)]
     assert answers == ["MISS", "MISS", "HIT", "HIT", "HIT", "HIT"]
     assert fields(other("KV.PREFIX.INFO"))["vstore_sessions"] == "8"
+    one.close()
+    other.close()
+
+
+def test_a_snapshot_of_one_worker_is_never_taken_for_one_of_another(server: ServerProcess) -> None:
+    stored(server)
+    host, _, port = server.ready["resp"].rpartition(":")
+    one, other = (Wire(f"{host}:{int(port) + 2 + worker}") for worker in range(2))
+    long = one("V.SNAPSHOT", "ns_pk")
+    assert other("V.STOREBATCH", "ns_pk", 0, 200, 200, ROWS, "FMT", "F16") == "OK"
+    longer = other("V.SNAPSHOT", "ns_pk")
+    unknown = Refused("ERR V.RESTORE: unknown snap_id for this session")
+    assert one("V.RESTORE", "ns_pk", longer) == unknown
+    assert other("V.RESTORE", "ns_pk", long) == unknown
+    assert (one("V.COMMIT", "ns_pk", longer), other("V.COMMIT", "ns_pk", long)) == (0, 0)
+    assert fields(one("V.INFO", "ns_pk"))["layer_0_tokens"] == "400"
+    assert one("V.RESTORE", "ns_pk", long) == "OK"
+    assert fields(other("V.INFO", "ns_pk"))["layer_0_tokens"] == "200"
     one.close()
     other.close()
 
