@@ -10,6 +10,7 @@ import ctypes
 import ctypes.util
 import os
 import signal
+import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -267,7 +268,7 @@ class Server:
                 port = self._server.add_secure_port(listen, certificates.credentials())
         except RuntimeError as error:
             self.store.close()
-            raise CannotStart(f"cannot listen on {listen}: is another server there?") from error
+            raise CannotStart(f"cannot listen on {listen}: {_why_not(listen)}") from error
         if listen.startswith("unix:"):
             return listen
         host, _, _ = listen.rpartition(":")
@@ -362,6 +363,19 @@ def serve(config: Config, worker: Worker | None = None) -> None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(status)  # threads of libraries may linger; everything of ours is closed
+
+
+def _why_not(listen: str) -> str:
+    """Says why an address cannot be listened on, as well as that can be known afterwards."""
+    host = listen.rpartition(":")[0].strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if listen.startswith("unix:"):
+        return "is another server there?"
+    try:
+        with socket.create_server((host, 0), family=family):
+            return "is another server there?"
+    except OSError as error:
+        return f"this machine does not have that address, or not yet ({error.strerror})"
 
 
 def check_exposure(config: Config, password: str) -> None:

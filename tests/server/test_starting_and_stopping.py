@@ -151,9 +151,15 @@ def test_port_0_is_answered_with_the_real_one(start_server) -> None:
 def test_a_busy_port_refuses_to_start(start_server, short_tmp: Path) -> None:
     first = start_server(listen="127.0.0.1:0")
     output = cannot_start(start_server, directory=short_tmp / "other", listen=first.address)
-    assert first.address in output
+    assert f"{first.address}: is another server there?" in output
     with Wire(first.address) as wire:
         assert wire.names() == []
+
+
+def test_an_address_that_is_not_there_is_not_taken_for_another_server(start_server) -> None:
+    output = cannot_start(start_server, "--insecure-bind", listen="192.0.2.1:50051")
+    assert "192.0.2.1:50051: this machine does not have that address" in output
+    assert "another server" not in output
 
 
 def test_a_busy_socket_is_not_taken_away(start_server, short_tmp: Path) -> None:

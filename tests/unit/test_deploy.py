@@ -124,6 +124,7 @@ def test_no_unit_is_killed_while_it_is_still_stopping(tmp_path: Path) -> None:
         service = unit["Service"]
         assert int(service["TimeoutStopSec"]) >= STOP_S, path
         assert service["Restart"] == "on-failure"
+        assert unit["Unit"]["StartLimitIntervalSec"] == "0", "else it is given up after five starts"
         assert int(service["LimitNOFILE"]) >= 10_240
         assert service["UMask"] == "0077"
         is_system = "system" in path.parts or "mesh" in path.parts

@@ -99,6 +99,8 @@ def _unit(description: str, command: list[str], node: Node, more: list[str]) -> 
             f"Description={description}",
             "Wants=network-online.target",
             "After=network-online.target",
+            # An address may come late, after a cable for instance: it is never given up.
+            "StartLimitIntervalSec=0",
             "",
             "[Service]",
             "Type=exec",
