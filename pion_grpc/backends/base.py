@@ -121,6 +121,10 @@ class SparseAuto(Query):
     2024, arXiv:2406.10774). The ``blocks`` best are taken, of equals the lower index, and the last
     block always. The window then applies to what was taken.
 
+    "mean" finds where keys of a whole block point; a single key that the query matches is lost in the
+    mean of the others, and "quest" finds it. Blocks of less than four tokens are scored anew for each
+    query, which takes longer than `Dense`.
+
     Scores are compared to 24 bits: equal blocks tie whatever order a backend sums in.
     """
 

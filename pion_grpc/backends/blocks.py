@@ -75,7 +75,7 @@ def summarise(k: Array, block_tokens: int, selector: Selector) -> F64:
 
 def choose(
     query: SparseAuto, keys: Callable[[], Array], kept: Summaries, kv_of: Array, heads_kv: int
-) -> list[int]:
+) -> npt.NDArray[np.intp]:
     """The blocks to read, ascending: the best ``query.blocks`` and the last.
 
     ``kv_of`` is the K/V head of each query head. The factors that all blocks share (mean over heads,
@@ -88,7 +88,9 @@ def choose(
         np.add.at(per_kv, kv_of, part)
     scores = _to_24_bits(kept.products(keys, query.block_tokens, query.selector, probe.ravel()))
     best = np.argsort(-scores, kind="stable")[: query.blocks]
-    return sorted({*best.tolist(), len(scores) - 1})
+    chosen = np.zeros(len(scores), bool)
+    chosen[best] = chosen[-1] = True
+    return np.flatnonzero(chosen)
 
 
 def _statistics(blocks: Array, selector: Selector) -> F64:

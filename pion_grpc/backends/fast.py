@@ -33,6 +33,7 @@ from pion_grpc.backends.base import (
 from pion_grpc.backends.blocks import KEPT_SHARE, Summaries
 
 SCORES_PER_TILE = 1 << 20  # 4 MiB of float32; 32 MiB at once took 1.6 × as long
+ROWS_PER_SPAN = 256  # rows that cost as much as to begin another span
 _F16_BITS = np.array(0x8FFFE000, np.uint32).view(np.int32)  # sign, five of exponent, ten more
 
 
@@ -97,7 +98,8 @@ class FastBackend:
 def _attend_spans(resident: _Held, query: Query, wanted: Callable[[], bool]) -> Answer:
     """All heads read the same spans of the prefix, then the suffix, if there is one."""
     heads, rows, dim = query.q.shape
-    spans = plan.spans(query, resident, lambda: resident.k, resident.summaries)
+    reads = plan.reads(query, resident, lambda: resident.k, resident.summaries, ROWS_PER_SPAN)
+    spans = reads.spans
     suffix = query.suffix
     suffix_tokens = suffix.k.shape[1] if suffix else 0
     columns = sum(span.stop - span.start for span in spans) + suffix_tokens
@@ -119,7 +121,9 @@ def _attend_spans(resident: _Held, query: Query, wanted: Callable[[], bool]) -> 
         pieces = []
         for some in plan.steps(tile.shape[1], SCORES_PER_TILE // (len(tile) * columns)):
             check_wanted(wanted)
-            mask = plan.suffix_mask(some, rows, suffix_tokens)
+            mask = reads.mask(suffix_tokens)
+            if mask is None:
+                mask = plan.suffix_mask(some, rows, suffix_tokens)
             pieces.append(_attend_tile(tile[:, some], parts, mask))
         o, s = pieces[0] if len(pieces) == 1 else _joined(pieces)
         done.append((o.reshape(mine.shape), s.reshape(mine.shape[:2])))
@@ -146,15 +150,15 @@ def _attend_sparse(resident: _Held, query: Sparse) -> Answer:
 def _attend_tile(q: F32, parts: list[_Part], mask: Array | None) -> tuple[F32, F32]:
     """Softmax attention of scaled q [group][rows][dim] over the union of ``parts``.
 
-    ``mask`` says what is visible of the last part, bool [rows][tokens] or [group][1][tokens]; None
-    where all is. Every row sees some key. Returns out [group][rows][dim] and lse [group][rows].
+    ``mask`` says what is visible of the last so many columns, bool [rows][columns] or
+    [group][1][columns]; None where all is. Every row sees some key. Returns out [group][rows][dim]
+    and lse [group][rows].
     """
-    last = parts[-1].columns
-    scores = np.empty((len(q), q.shape[1], last.stop), np.float32)
+    scores = np.empty((len(q), q.shape[1], parts[-1].columns.stop), np.float32)
     for part in parts:
         np.matmul(q, part.k.swapaxes(1, 2), out=scores[:, :, part.columns])
     if mask is not None:
-        np.copyto(scores[:, :, last], -np.inf, where=~mask)
+        np.copyto(scores[:, :, -mask.shape[-1] :], -np.inf, where=~mask)
     peak = scores.max(axis=2, keepdims=True)
     scores -= peak
     np.exp(scores, out=scores)

@@ -42,6 +42,8 @@ T = TypeVar("T")
 
 SCORES_PER_STEP = 1 << 23
 """32 MiB of float32, where they exist at all; on a CPU some 50 ms of the compute thread."""
+ROWS_PER_SPAN = 2_048
+"""Rows that cost as much as another span, which is three more arrays to MLX."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -175,9 +177,11 @@ class MlxBackend:
     def _attend_spans(self, resident: MlxResident, query: Query) -> Generator[None, None, Answer]:
         """All heads read the same spans of the prefix, then the suffix, if there is one."""
         heads, rows, dim = query.q.shape
-        spans = plan.spans(query, resident, lambda: _host(resident.k), resident.summaries)
-        k = [_span(resident.k, span) for span in spans]
-        v = [_span(resident.v, span) for span in spans]
+        reads = plan.reads(
+            query, resident, lambda: _host(resident.k), resident.summaries, ROWS_PER_SPAN
+        )
+        k = [_span(resident.k, span) for span in reads.spans]
+        v = [_span(resident.v, span) for span in reads.spans]
         suffix = query.suffix
         suffix_tokens = suffix.k.shape[1] if suffix else 0
         if suffix and suffix_tokens:
@@ -191,8 +195,8 @@ class MlxBackend:
         for some in plan.steps(rows, SCORES_PER_STEP // (heads * keys.shape[2])):
             if some.start:
                 yield
-            mask = plan.suffix_mask(some, rows, suffix_tokens)
-            if mask is not None:
+            mask = reads.mask(suffix_tokens)
+            if mask is None and (mask := plan.suffix_mask(some, rows, suffix_tokens)) is not None:
                 prefix = keys.shape[2] - suffix_tokens
                 mask = np.pad(mask, ((0, 0), (prefix, 0)), constant_values=True)
             for group in groups:

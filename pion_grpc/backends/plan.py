@@ -107,30 +107,54 @@ def groups(head_map: bytes, heads: int, heads_kv: int, width: int) -> tuple[Grou
     )
 
 
-def spans(
-    query: Query, resident: Resident, keys: Callable[[], Array], kept: Summaries
-) -> list[Span]:
-    """What all heads read of the prefix, ascending, touching spans joined; never empty.
+class Reads(NamedTuple):
+    """What all heads read of the prefix: spans, ascending, that do not touch; possibly none.
+
+    ``visible``, bool [tokens of the one span], says which of them count; None where all do.
+    """
+
+    spans: list[Span]
+    visible: Array | None = None
+
+    def mask(self, suffix: int) -> Array | None:
+        """``visible`` as a mask [1][tokens + suffix] of one row that sees the suffix whole."""
+        if self.visible is None:
+            return None
+        mask: Array = np.pad(self.visible, (0, suffix), constant_values=True)[None]
+        return mask
+
+
+def reads(
+    query: Query,
+    resident: Resident,
+    keys: Callable[[], Array],
+    kept: Summaries,
+    rows_per_span: int,
+) -> Reads:
+    """What all heads read of the prefix.
 
     ``keys()`` gives K [heads_kv][tokens][dim] on the host; called only if a summary is missing.
+    ``rows_per_span`` is how many rows cost as much as one span more: where the spans are many and
+    short, it is cheaper to read all and mask.
     """
     tokens = resident.tokens
     first = max(tokens - query.window, 0) if query.window else 0
-    if not isinstance(query, SparseAuto):
-        return [Span(first, tokens)]
+    all_visible = Reads([Span(first, tokens)])
+    if not isinstance(query, SparseAuto) or query.blocks * query.block_tokens >= tokens:
+        return all_visible
     size = query.block_tokens
-    if query.blocks * size >= tokens:
-        return [Span(first, tokens)]
     kv_of = kv_of_heads(query.head_map, len(query.q), resident.heads)
-    joined: list[Span] = []
-    for block in choose(query, keys, kept, kv_of, resident.heads):
-        span = Span(max(block * size, first), min((block + 1) * size, tokens))
-        if span.start >= span.stop:
-            continue  # wholly before the window
-        if joined and joined[-1].stop == span.start:
-            span = Span(joined.pop().start, span.stop)
-        joined.append(span)
-    return joined
+    blocks = choose(query, keys, kept, kv_of, resident.heads)
+    joins = np.diff(blocks) == 1  # a block with the one before it
+    starts, lasts = blocks[np.r_[True, ~joins]], blocks[np.r_[~joins, True]]
+    if len(starts) * rows_per_span > tokens - first:
+        chosen = np.zeros(-(-tokens // size), bool)
+        chosen[blocks] = True
+        return all_visible._replace(visible=np.repeat(chosen, size)[first:tokens])
+    begins, ends = np.maximum(starts * size, first), np.minimum((lasts + 1) * size, tokens)
+    inside = begins < ends  # not wholly before the window
+    pairs = zip(begins[inside].tolist(), ends[inside].tolist(), strict=True)
+    return Reads([Span(*pair) for pair in pairs])
 
 
 def steps(rows: int, step: int) -> list[slice]:

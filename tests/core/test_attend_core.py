@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import pytest
 from crc32c import crc32c
 
@@ -271,6 +270,22 @@ def test_no_kind_of_query_is_answered_wrongly(
         got = attend.ask(Key("", "kinds", 0), ask)
         assert_right(got, ask, rows[0])
         assert got.out.shape == (heads, queries, DIM)
+
+
+@pytest.mark.parametrize("name", ["numpy", "mlx"])
+@pytest.mark.parametrize("suffix", [0, 4])
+@pytest.mark.parametrize("window", [0, 4_001])
+@pytest.mark.parametrize(("block_rows", "blocks"), [(16, 3), (5, 700)])
+def test_many_short_spans_are_not_answered_otherwise_than_few(
+    make: Callable[..., Attend], name: Any, suffix: int, window: int, block_rows: int, blocks: int
+) -> None:
+    attend = make(backend=create(name))
+    rows = random_rows("spans", 1, 10_000)
+    upload(attend, "s", rows)
+    choice = BlockChoice(block_rows, blocks, "quest")
+    more = {"suffix": _suffix(suffix)} if suffix else {}
+    ask = question(4, choice=choice, window=window, log_sum_exp=True, **more)
+    assert_right(attend.ask(Key("", "s", 0), ask), ask, rows[0])
 
 
 def test_dense_answers_do_not_differ_by_whether_the_log_sum_exp_was_asked_for(
@@ -551,27 +566,6 @@ def test_half_precision_takes_no_more_room_while_it_comes(
     piece = np.array([1, 1e6], np.float32).tobytes()
     refused("k", lambda: large.write(PartChunk(0, 0, crc32c(piece), piece)))
     large.abandon()
-
-
-def test_memory_of_entries_that_are_gone_is_not_kept(make: Callable[..., Attend]) -> None:
-    """Entries of many sizes that push each other out do not leave holes in a heap."""
-    attend = make(32 << 20)
-    before = rss_bytes()
-    for number in range(60):
-        rows = 5_000 + 7_919 * number % 40_000
-        k = np.ones((2, rows, 16), np.float32)
-        session = attend.begin_rows(Key("", "s", number), shape_of(k))
-        for chunk in chunks((k, k)):
-            session.write(chunk)
-        session.publish()
-    del k, session, chunk
-    assert rss_bytes() - before < 1.25 * attend.telemetry().resident_bytes
-    attend.drop("", "s")
-    assert rss_bytes() - before < 8 << 20
-
-
-def rss_bytes() -> int:
-    return psutil.Process().memory_info().rss
 
 
 # From stored prefixes

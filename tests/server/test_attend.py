@@ -948,6 +948,25 @@ def test_uploads_that_break_off_do_not_keep_their_room(small: AttendWire) -> Non
     assert_session(small, "room", 0, rows)
 
 
+def test_memory_of_entries_that_are_gone_is_not_kept(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    """Entries of many sizes that push each other out do not leave holes in a heap."""
+    server = start_server("--resident-budget", "96MB")
+    with AttendWire(server.address) as wire:
+        ones = np.ones((1, 16_384, 128), np.float32)
+        wire.upload("warm up", (ones, ones))
+        wire.attend.Drop(pb.AttendDropRequest(session="warm up"))
+        before = server.rss_bytes
+        for number in range(40):
+            rows = ones[:, : 1_000 + 7_919 * number % 15_000]
+            wire.upload("s", (rows, rows), number)
+        slack = 24 << 20  # messages on their way
+        assert server.rss_bytes - before < wire.described().resident_used_bytes + slack
+        wire.attend.Drop(pb.AttendDropRequest(session="s"))
+        assert server.rss_bytes - before < slack
+
+
 def test_an_upload_that_says_nothing_takes_nobodys_room(small: AttendWire) -> None:
     messages = list(upload_messages("greedy", pair("greedy", rows=200), chunk_bytes=1_000))
     gate = threading.Event()
