@@ -13,12 +13,14 @@ backwards, among so many at most that a match stays a matter of milliseconds.
 Knows token ids and hashes; which entries exist is the catalogue's to say.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pion_grpc.core.reading import chain_parts
 from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_wire.blocks import BLOCK_BYTES, BLOCK_TOKENS, block_hashes, common_tokens, root_hash
+from pion_wire.layout import PartInfo
 
 LEVELS_MAX = 2_048
 """Blocks that are gone back in search of parts."""
@@ -124,6 +126,31 @@ def served_with_parts(
     return best
 
 
+def cut_to_parts(parts: Sequence[PartInfo], kinds: tuple[str, ...], tokens: int) -> tuple[int, str]:
+    """Returns the latest boundary within `tokens` that has all kinds, and the first kind that cut it.
+
+    The boundary is 0 if there is none; the kind is empty if nothing was cut. A boundary has a kind if it
+    has it of every slot of which there is one at all: state of half the layers continues nothing.
+
+    Args:
+        parts: of one prefix; none twice by kind, slot and boundary.
+        kinds: those needed, at least one.
+        tokens: where the boundary would be without them.
+    """
+    boundaries = {kind: _whole_boundaries([p for p in parts if p.kind == kind]) for kind in kinds}
+    common = set.intersection(*boundaries.values())
+    boundary = max((boundary for boundary in common if boundary <= tokens), default=0)
+    missing = (kind for kind in kinds if tokens not in boundaries[kind])
+    return boundary, next(missing, "")
+
+
+def _whole_boundaries(parts: Sequence[PartInfo]) -> set[int]:
+    """Returns the boundaries at which parts of one kind are there of all slots."""
+    slots = {part.slot for part in parts}
+    there = Counter(part.boundary_tokens for part in parts)
+    return {boundary for boundary, count in there.items() if count == len(slots)}
+
+
 def _served(
     transaction: Transaction, prefix: PrefixRow, matched: int, kinds: tuple[str, ...]
 ) -> Served:
@@ -131,13 +158,7 @@ def _served(
     if not kinds:
         return Served(prefix, matched, matched, "")
     parts = chain_parts(transaction.chain(prefix))
-    boundaries = {kind: {p.boundary_tokens for p in parts if p.kind == kind} for kind in kinds}
-    common = set.intersection(*boundaries.values())
-    tokens = max((boundary for boundary in common if boundary <= matched), default=0)
-    if tokens == matched:
-        return Served(prefix, matched, matched, "")
-    cut = next((kind for kind in kinds if matched not in boundaries[kind]), kinds[0])
-    return Served(prefix, matched, tokens, cut)
+    return Served(prefix, matched, *cut_to_parts(parts, kinds, matched))
 
 
 def _levels(root: bytes, token_ids: bytes) -> Iterator[tuple[int, bytes, list[bytes]]]:

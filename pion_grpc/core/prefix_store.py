@@ -22,7 +22,7 @@ import numpy as np
 from pion_grpc.core.blobs import BlobStore
 from pion_grpc.core.exporting import Exports
 from pion_grpc.core.live import RowsSession, begin_rows, seal
-from pion_grpc.core.matching import longest_match, served_with_parts
+from pion_grpc.core.matching import cut_to_parts, longest_match, served_with_parts
 from pion_grpc.core.membership import membership
 from pion_grpc.core.reading import (
     CorruptPrefix,
@@ -84,7 +84,7 @@ from pion_grpc.storage.files import Files
 from pion_grpc.storage.states import States
 from pion_wire import limits
 from pion_wire.blocks import common_tokens, root_hash
-from pion_wire.layout import Layout, Side
+from pion_wire.layout import Layout, PartInfo, Side
 
 Answer = TypeVar("Answer")
 Result = TypeVar("Result", LookupResult, MatchResult)
@@ -103,6 +103,8 @@ class Fetch(NamedTuple):
     reading: Reading
     token_ids: bytes
     restore: Restore
+    shortened_by: str
+    """The kind of part that cut the rows; empty if none did."""
 
 
 class Totals(NamedTuple):
@@ -121,6 +123,7 @@ class _Opened(NamedTuple):
     info: PrefixInfo
     reading: Reading
     token_ids: bytes
+    shortened_by: str
 
 
 class _OutOfDate(Exception):
@@ -370,6 +373,9 @@ class PrefixStore:
     def fetch(self, tenant: str, query: FetchQuery) -> Fetch | LookupResult:
         """Opens rows for streaming; a result without a hit says why there are none.
 
+        Parts that are asked for cut the rows to a boundary that has them all, unless the query names
+        where the rows end: then one that is not there is a miss.
+
         Pass the fetch to `fetched` when it has ended well.
 
         Raises:
@@ -392,7 +398,8 @@ class PrefixStore:
         # Some of the tensors spare nobody a prefill.
         if len(opened.reading.tensors) == len(opened.info.layout.tensors):
             restore = self._restore(opened.reading.chain, rows)
-        return Fetch(opened.info, opened.reading, opened.token_ids[: 4 * rows.end], restore)
+        token_ids = opened.token_ids[: 4 * rows.end]
+        return Fetch(opened.info, opened.reading, token_ids, restore, opened.shortened_by)
 
     def open_rows(self, tenant: str, query: FetchQuery) -> Reading | None:
         """Opens a prefix to read any rows of its tensors, also those that not all of them have.
@@ -425,13 +432,16 @@ class PrefixStore:
         """Names the segments that hold rows, for a client on the same host, and leases them.
 
         Raises:
-            NotStored: there is nothing, or rows that are in no segment (stream those instead).
+            NotStored: there is nothing, or not with the parts asked for, or there are rows that are in
+                no segment (stream those instead).
             As `fetch` does.
         """
         check_lease(lease_ms)
         found = self.fetch(tenant, query)
         if isinstance(found, LookupResult):
-            raise NotStored(f"{query.namespace!r} is not stored", namespace=query.namespace)
+            name = found.prefix.namespace if found.prefix else query.namespace
+            without = f" with the {found.shortened_by!r}" if found.shortened_by else ""
+            raise NotStored(f"{name!r} is not stored{without}", namespace=name)
         with self.guarded(found.reading):
             if found.prefix.state is not State.SEALED:
                 raise NotStored(
@@ -446,7 +456,8 @@ class PrefixStore:
                     raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace)
                 transaction.add_lease(lease, row.id, unix_ms() + max(lease_ms, 1))
         self.ledger.restored(found.restore, exported=found.reading.total_bytes)
-        return Export(found.prefix, found.reading.rows, extents, found.token_ids, lease)
+        rows, cut = found.reading.rows, found.shortened_by
+        return Export(found.prefix, rows, extents, found.token_ids, lease, cut)
 
     def read_rows(
         self, tenant: str, namespace: str, slot: int, side: Side, rows: np.ndarray
@@ -652,7 +663,11 @@ class PrefixStore:
             try:
                 if self._recovery.check(chain):
                     continue  # it has fewer rows than the catalogue said
-                rows = clamp(query.rows, row)
+                rows, cut = clamp(query.rows, row), ""
+                if query.part_kinds:
+                    rows, cut = _with_parts(query, rows, info.parts)
+                    if not rows.end:
+                        return LookupResult(False, MissReason.PART_MISSING, info, shortened_by=cut)
                 reading = Reading(self.directory, chain, extents, query, rows)
             except FileNotFoundError as error:
                 attempts += 1
@@ -668,7 +683,7 @@ class PrefixStore:
                 error.metadata["namespace"] = row.namespace
                 self.space.note_trouble(row.namespace, str(error))
                 raise
-            return _Opened(row, info, reading, token_ids)
+            return _Opened(row, info, reading, token_ids, cut)
 
     def _find(self, transaction: Transaction, tenant: str, query: FetchQuery) -> PrefixRow | None:
         if not query.lease_id:
@@ -802,6 +817,22 @@ def _range(asked: RowRange, row: PrefixRow) -> RowRange:
             namespace=row.namespace,
         )
     return RowRange(asked.begin, end)
+
+
+def _with_parts(
+    query: FetchQuery, rows: RowRange, parts: Sequence[PartInfo]
+) -> tuple[RowRange, str]:
+    """Returns the rows that end where the parts are, and the kind that cut them; none if there are none.
+
+    An end that is named is the boundary, whichever slots have parts there; else it is the latest one
+    that is whole.
+    """
+    if query.rows.end:
+        there = {part.kind for part in parts if part.boundary_tokens == rows.end}
+        cut = next((kind for kind in query.part_kinds if kind not in there), "")
+        return (RowRange() if cut else rows), cut
+    end, cut = cut_to_parts(parts, query.part_kinds, rows.end)
+    return (RowRange(rows.begin, end) if end >= rows.begin else RowRange()), cut
 
 
 def _expectation(row: PrefixRow, query: LookupQuery, token_ids: bytes) -> tuple[MissReason, int]:

@@ -121,6 +121,8 @@ class LookupResult:
     prefix: PrefixInfo | None = None
     first_difference: int = 0
     lease_id: bytes = b""
+    shortened_by: str = ""
+    """The kind of part that is not there, with PART_MISSING."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class MatchQuery:
         if len(self.fidelities) > 16:
             raise InvalidRequest("fidelities", "more than 16")
         check_lease(self.lease_ms)
+        _check_kinds(self.part_kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,8 @@ class FetchQuery:
     rows: RowRange = RowRange()
     slots: frozenset[int] = frozenset()
     """Empty means all."""
-    part_kinds: frozenset[str] = frozenset()
+    part_kinds: tuple[str, ...] = ()
+    """What must be there at the end of the rows, and is handed out behind them."""
     resume: Position = field(default_factory=Position)
     codecs: frozenset[str] | None = None
     """Codecs that the reader decodes itself; None means any. Rows in others come as float32."""
@@ -257,6 +261,7 @@ class FetchQuery:
             check_namespace(self.namespace)
         if len(self.lease_id) > 16:
             raise InvalidRequest("lease_id", "is not a lease")
+        _check_kinds(self.part_kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +287,8 @@ class Export:
     extents: tuple[ExportExtent, ...]
     token_ids: bytes
     lease_id: bytes
+    shortened_by: str = ""
+    """The kind of part that cut the rows; empty if none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,11 +389,22 @@ def _check_parts(parts: tuple[PartInfo, ...], token_count: int) -> None:
         raise InvalidRequest("parts", "two have the same kind, slot and boundary")
     for index, part in enumerate(parts):
         where = f"parts[{index}]"
-        _check_text(f"{where}.kind", part.kind, 1, limits.PART_KIND_BYTES_MAX)
+        _check_kind(f"{where}.kind", part.kind)
         _check_number(f"{where}.slot", part.slot, limits.SLOTS_MAX - 1)
-        _check_number(f"{where}.boundary_tokens", part.boundary_tokens, token_count)
+        _check_number(f"{where}.boundary_tokens", part.boundary_tokens, token_count, least=1)
         _check_number(f"{where}.size_bytes", part.size_bytes, limits.PART_BYTES_MAX)
         _check_text(f"{where}.description", part.description, 0, limits.DESCRIPTION_BYTES_MAX)
+
+
+def _check_kind(field: str, kind: str) -> None:
+    """Raises InvalidRequest unless a part can be of this kind."""
+    _check_text(field, kind, 1, limits.PART_KIND_BYTES_MAX)
+
+
+def _check_kinds(kinds: tuple[str, ...]) -> None:
+    """Raises InvalidRequest unless there can be parts of these kinds."""
+    for kind in kinds:
+        _check_kind("part_kinds", kind)
 
 
 def _check_text(field: str, text: str, least: int, most: int) -> None:
@@ -398,7 +416,7 @@ def _check_text(field: str, text: str, least: int, most: int) -> None:
         raise InvalidRequest(field, "is not UTF-8")
 
 
-def _check_number(field: str, number: int, most: int) -> None:
-    """Raises InvalidRequest unless it is 0 to `most`."""
-    if not 0 <= number <= most:
-        raise InvalidRequest(field, f"{number} is outside 0..{most}", limit=most)
+def _check_number(field: str, number: int, most: int, least: int = 0) -> None:
+    """Raises InvalidRequest unless it is `least` to `most`."""
+    if not least <= number <= most:
+        raise InvalidRequest(field, f"{number} is outside {least}..{most}", limit=most)

@@ -187,12 +187,16 @@ class PrefixStoreService:
             request.generation,
             RowRange(request.rows.begin, request.rows.end),
             frozenset(request.slots),
-            frozenset(request.part_kinds),
+            tuple(request.part_kinds),
             codecs=_codecs(request.codecs),
         )
         found = self._store.fetch(call.tenant, query)
         if isinstance(found, LookupResult):
-            header = pb.PrefixStoreFetchHeader(reason=_REASONS[found.reason])
+            header = pb.PrefixStoreFetchHeader(
+                reason=_REASONS[found.reason],
+                prefix=_info(found.prefix),
+                shortened_by=found.shortened_by,
+            )
             yield frame_header(header.SerializeToString())
             return
         reading = found.reading
@@ -200,12 +204,14 @@ class PrefixStoreService:
         with self._store.guarded(reading):
             header = pb.PrefixStoreFetchHeader(
                 found=True,
+                reason=_cut(found.shortened_by),
                 prefix=_info(found.prefix),
                 layout=layout_to_message(reading.served_layout),
                 rows=types_pb2.RowRange(begin=reading.rows.begin, end=reading.rows.end),
                 total_bytes=reading.total_bytes,
                 token_ids=found.token_ids,
                 parts=[part_to_message(part) for part in reading.parts],
+                shortened_by=found.shortened_by,
             )
             yield frame_header(header.SerializeToString())
             for piece in reading.stream(resume):
@@ -233,7 +239,7 @@ class PrefixStoreService:
             request.lease_id,
             rows=RowRange(request.rows.begin, request.rows.end),
             slots=frozenset(request.slots),
-            part_kinds=frozenset(request.part_kinds),
+            part_kinds=tuple(request.part_kinds),
         )
         lease_ms = request.lease_ms if request.HasField("lease_ms") else limits.LEASE_MS_DEFAULT
         export = self._store.export(call.tenant, query, lease_ms)
@@ -257,6 +263,8 @@ class PrefixStoreService:
             ],
             token_ids=export.token_ids,
             lease_id=export.lease_id,
+            reason=_cut(export.shortened_by),
+            shortened_by=export.shortened_by,
         )
 
     def Drop(self, request: pb.PrefixStoreDropRequest, call: Call) -> pb.PrefixStoreDropResponse:
@@ -467,6 +475,11 @@ def _check_count(field: str, values: Sized, limit: int) -> None:
     """Refuses a list before a value is made of each of its entries."""
     if len(values) > limit:
         raise InvalidRequest(field, f"{len(values)} exceed {limit}", limit=limit)
+
+
+def _cut(shortened_by: str) -> types_pb2.MissReason.ValueType:
+    """Returns why rows end before the prefix does; nothing if no part cut them."""
+    return _REASONS[MissReason.PART_MISSING if shortened_by else MissReason.NONE]
 
 
 def _side(value: int) -> Side:

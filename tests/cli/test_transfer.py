@@ -87,7 +87,7 @@ def test_a_chain_does_not_lose_a_bit_on_its_way(run: Run, client, at, tmp_path: 
     assert same_bits(back.layers, layers)
     assert (back.token_ids, back.model) == (list(range(200)), "m")
     assert [(p.info, bytes(p.data)) for p in back.parts] == [(late.info, b"late")]
-    middle = client.fetch("child", rows=(0, 130), part_kinds=["state", "ring"])
+    middle = client.fetch("child", rows=(0, 130), part_kinds=["state"])
     assert middle is not None
     assert [(p.info, bytes(p.data)) for p in middle.parts] == [(state.info, bytes(state.data))]
     (info,) = client.list()

@@ -172,12 +172,49 @@ def test_parts_come_only_where_they_are_exact(local: Client, road: Fetch, name: 
     ]
     local.store(name, layers=layers, token_ids=tokens(64), model=MODEL, parts=parts)
     assert present(road(name)).parts == ()
-    prefix = present(road(name, part_kinds=["state", "ring"]))
+    prefix = present(road(name, rows=(0, 64), part_kinds=["state", "ring"]))
     assert_same(prefix.layers, layers)
     got = [(p.kind, p.slot, p.boundary_tokens, bytes(p.data), p.description) for p in prefix.parts]
     assert got == [("state", 3, 64, state, "f32 (1, 2)"), ("ring", 5, 64, ring, "")]
     early = present(road(name, rows=(0, 32), part_kinds=["state"]))
     assert [bytes(part.data) for part in early.parts] == [b"early"]
+
+
+def test_rows_do_not_come_without_the_parts_that_are_asked_for(
+    local: Client, road: Fetch, name: str
+) -> None:
+    layers = random_layers(12, 64)
+    parts = [
+        Part("state", 0, 40, b"a"),
+        Part("state", 1, 40, b"b"),
+        Part("state", 0, 64, b"slot 1 is not there"),
+        Part("drafter", 0, 64, b"c"),
+    ]
+    local.store(name, layers=layers, token_ids=tokens(64), model=MODEL, parts=parts)
+    prefix = present(road(name, part_kinds=["state"]))
+    assert_same(prefix.layers, cut_rows(layers, 0, 40))
+    assert (prefix.rows, prefix.shortened_by) == ((0, 40), "state")
+    assert prefix.token_ids == list(tokens(40))
+    assert [bytes(part.data) for part in prefix.parts] == [b"a", b"b"]
+    assert present(road(name, part_kinds=["drafter"])).shortened_by == ""
+    for rows, kinds in (
+        (None, ["state", "drafter"]),
+        (None, ["ring"]),
+        ((0, 63), ["drafter"]),
+        ((41, 0), ["state"]),
+    ):
+        assert road(name, rows=rows, part_kinds=kinds) is None
+
+
+def test_one_kind_of_part_is_not_taken_for_its_letters(local: Client, road: Fetch) -> None:
+    for kinds in ("state", ["\ud800"], [1]):
+        for ask in (
+            lambda: road("nothing", part_kinds=kinds),  # noqa: B023
+            lambda: local.match(model=MODEL, token_ids=[1], part_kinds=kinds),  # type: ignore[arg-type]  # noqa: B023
+        ):
+            with pytest.raises(InvalidRequest) as refused:
+                ask()
+            assert refused.value.field == "part_kinds"
 
 
 def test_parts_alone_are_a_prefix(local: Client, road: Fetch, name: str) -> None:

@@ -13,6 +13,7 @@ from pion_grpc.core.values import (
     BlockTable,
     Durability,
     FetchQuery,
+    LookupResult,
     MissReason,
     Position,
     RowRange,
@@ -57,6 +58,14 @@ from tests.core.support import (
 
 PROMPT = tokens(200)
 LONGER = PROMPT + tokens(70, salt=1)
+
+
+def assert_part_missing(store: PrefixStore, query: FetchQuery, kind: str) -> None:
+    result = store.fetch(TENANT, query)
+    assert isinstance(result, LookupResult)
+    assert (result.hit, result.reason) == (False, MissReason.PART_MISSING)
+    assert result.shortened_by == kind
+    assert result.prefix is not None
 
 
 class StoreContract:
@@ -116,7 +125,7 @@ class StoreContract:
         put(store, "p", LONGER[: 4 * 130])
         put(store, "c", LONGER, parent="p", base=130, parts=(part("state", 270, b"x" * 40),),
             part_bytes=(b"x" * 40,))  # fmt: skip
-        query = FetchQuery("c", rows=RowRange(3, 0), part_kinds=frozenset({"state"}))
+        query = FetchQuery("c", rows=RowRange(3, 0), part_kinds=("state",))
         for resume in (
             *(Position(tensor, 0, row) for tensor in (0, 1) for row in (0, 3, 4, 129, 130, 269, 270)),
             Position(2), Position(part=1), Position(part=1, part_offset=39), Position(part=2),
@@ -376,20 +385,93 @@ class StoreContract:
             part("state", 150, b""),
         )
         put(store, "p", PROMPT, parts=parts, part_bytes=(b"s" * 1000, b"r" * 7, b""))
-        for end, kinds, expected in (
-            (200, {"state"}, [b"s" * 1000]),
-            (200, {"state", "ring"}, [b"s" * 1000]),
-            (150, {"ring"}, [b"r" * 7]),
-            (150, {"ring", "state"}, [b"r" * 7, b""]),
-            (149, {"ring", "state"}, []),
-            (200, set(), []),
-        ):
-            query = FetchQuery("p", rows=RowRange(0, end), part_kinds=frozenset(kinds))
+        cases: tuple[tuple[int, tuple[str, ...], list[bytes]], ...] = (
+            (200, ("state",), [b"s" * 1000]),
+            (150, ("ring",), [b"r" * 7]),
+            (150, ("ring", "state"), [b"r" * 7, b""]),
+            (200, (), []),
+        )
+        for end, kinds, expected in cases:
+            query = FetchQuery("p", rows=RowRange(0, end), part_kinds=kinds)
             fetch = opened(store, query)
             assert fetch is not None
             assert [info.size_bytes for info in fetch.reading.parts] == [len(d) for d in expected]
             _, got = drain(store, fetch)
             assert got == {index: data for index, data in enumerate(expected) if data}
+
+    def test_no_rows_come_without_the_parts_that_are_asked_for(self, store: PrefixStore) -> None:
+        parts = (part("state", 64, b"a"), part("state", 128, b"b"), part("drafter", 64, b"c"))
+        put(store, "p", PROMPT, parts=parts, part_bytes=(b"a", b"b", b"c"))
+        cases: tuple[tuple[int, tuple[str, ...], int, list[bytes], str], ...] = (
+            (0, ("state",), 128, [b"b"], "state"),
+            (0, ("state", "drafter"), 64, [b"a", b"c"], "state"),
+            (0, ("drafter", "state"), 64, [b"a", b"c"], "drafter"),
+            (64, ("state",), 128, [b"b"], "state"),
+            (128, ("state",), 128, [b"b"], "state"),
+        )
+        for first, kinds, end, expected, cut in cases:
+            fetch = opened(store, FetchQuery("p", rows=RowRange(first), part_kinds=kinds))
+            assert fetch is not None
+            assert fetch.reading.rows == RowRange(first, end)
+            assert fetch.token_ids == PROMPT[: 4 * end]
+            assert fetch.shortened_by == cut
+            assert list(drain(store, fetch)[1].values()) == expected
+        for first, end, kinds, missing in (
+            (0, 200, ("state",), "state"),
+            (0, 128, ("state", "drafter"), "drafter"),
+            (0, 127, ("state",), "state"),
+            (0, 0, ("state", "ring"), "state"),
+            (0, 0, ("ring",), "ring"),
+            (129, 0, ("state",), "state"),
+        ):
+            query = FetchQuery("p", rows=RowRange(first, end), part_kinds=kinds)
+            assert_part_missing(store, query, missing)
+        fetch = opened(store, FetchQuery("p", rows=RowRange(0, 128), part_kinds=("state",)))
+        assert fetch is not None
+        assert (fetch.shortened_by, list(drain(store, fetch)[1].values())) == ("", [b"b"])
+
+    def test_no_export_names_rows_without_the_parts_that_are_asked_for(
+        self, store: PrefixStore
+    ) -> None:
+        parts = (part("state", 64, b"a"), part("state", 128, b"b"))
+        put(store, "p", PROMPT, parts=parts, part_bytes=(b"a", b"b"))
+        export = store.export(TENANT, FetchQuery("p", part_kinds=("state",)), 0)
+        assert (export.rows, export.shortened_by) == (RowRange(0, 128), "state")
+        assert [extent.row_count for extent in export.extents] == [128]
+        with pytest.raises(NotStored, match="with the 'state'"):
+            store.export(TENANT, FetchQuery("p", rows=RowRange(0, 200), part_kinds=("state",)), 0)
+
+    def test_no_boundary_is_served_that_has_not_every_slot(self, store: PrefixStore) -> None:
+        parts = tuple(
+            PartInfo("state", slot, boundary, 1)
+            for slot, boundary in ((0, 64), (0, 100), (1, 64), (1, 110))
+        )
+        put(store, "p", PROMPT, parts=parts, part_bytes=(b"a", b"b", b"c", b"d"))
+        result = matched(store, PROMPT, part_kinds=("state",))
+        assert (result.hit, result.served_tokens, result.shortened_by) == (True, 64, "state")
+        assert not matched(store, PROMPT[: 4 * 63], part_kinds=("state",)).hit
+        fetch = opened(store, FetchQuery("p", part_kinds=("state",)))
+        assert fetch is not None
+        assert fetch.reading.rows.end == 64
+        assert drain(store, fetch)[1] == {0: b"a", 1: b"c"}
+        named = opened(store, FetchQuery("p", rows=RowRange(0, 100), part_kinds=("state",)))
+        assert named is not None  # whoever names a boundary knows what is there
+        assert drain(store, named)[1] == {0: b"b"}
+
+    def test_no_kind_is_asked_for_that_no_part_can_be_of(self, store: PrefixStore) -> None:
+        for kinds in (("",), ("state", "x" * 65), ("\ud800",)):
+            with pytest.raises(InvalidRequest) as refused:
+                FetchQuery("p", part_kinds=kinds)
+            assert refused.value.field == "part_kinds"
+            with pytest.raises(InvalidRequest) as refused:
+                matched(store, PROMPT, part_kinds=kinds)
+            assert refused.value.field == "part_kinds"
+
+    def test_no_part_is_stored_where_it_is_never_served(self, store: PrefixStore) -> None:
+        for boundary in (0, 201):
+            with pytest.raises(InvalidRequest) as refused:
+                begin(store, "p", PROMPT, parts=(PartInfo("state", 0, boundary, 0),))
+            assert refused.value.field == "parts[0].boundary_tokens"
 
     def test_a_part_of_a_parent_is_never_served_for_tokens_it_has_not_seen(
         self, store: PrefixStore
@@ -398,10 +480,8 @@ class StoreContract:
         put(store, "p", PROMPT, parts=parts, part_bytes=(b"early", b"late!"))
         fork = PROMPT[: 4 * 150] + tokens(150, salt=3)
         put(store, "c", fork, parent="p", base=150)
-        query = FetchQuery("c", rows=RowRange(0, 200), part_kinds=frozenset({"state"}))
-        fetch = opened(store, query)
-        assert fetch is not None
-        assert drain(store, fetch)[1] == {}
+        query = FetchQuery("c", rows=RowRange(0, 200), part_kinds=("state",))
+        assert_part_missing(store, query, "state")
         result = matched(store, fork, part_kinds=("state",))
         assert (result.matched_tokens, result.served_tokens) == (300, 100)
         assert result.prefix is not None
@@ -563,7 +643,7 @@ class StoreContract:
         for side in Side:
             write(store, "p", 200, bytes(160), side=side)
         for _ in range(2):
-            query = FetchQuery("p", rows=RowRange(0, 200), part_kinds=frozenset({"state", "ring"}))
+            query = FetchQuery("p", rows=RowRange(0, 200), part_kinds=("state",))
             fetch = opened(store, query)
             assert fetch is not None
             assert drain(store, fetch) == (truth(SMALL, PROMPT), {0: b"s" * 300})

@@ -101,7 +101,7 @@ def test_what_was_promised_on_disk_is_there_bit_for_bit(cuts: Cuts) -> None:
         assert_truth(store, "p", FULL[:400])
         assert_truth(store, "c", FULL)
         assert matched(store, FULL).matched_tokens == 300
-        fetch = opened(store, FetchQuery("p", part_kinds=frozenset({"s"})))
+        fetch = opened(store, FetchQuery("p", part_kinds=("s",)))
         assert fetch is not None
         assert drain(store, fetch)[1] == {0: b"x" * 99}
         assert stray_files(store) == []

@@ -96,7 +96,7 @@ def assert_filled(store: PrefixStore) -> None:
     assert_truth(store, "grandchild", FULL)
     assert_truth(store, "lone", tokens(70, salt=1), layout(2))
     assert rows_of(store, "uneven") == {0: b"k" * 80, 1: b"v" * 80}
-    found = opened(store, FetchQuery("root", part_kinds=frozenset({"s"})))
+    found = opened(store, FetchQuery("root", part_kinds=("s",)))
     assert found is not None
     assert drain(store, found)[1] == {0: STATE}
     assert matched(store, FULL).matched_tokens == 300

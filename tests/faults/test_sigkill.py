@@ -163,6 +163,8 @@ class Worker:
 def check(wire: Wire, name: str, possible: list[Content]) -> Content:
     """Fetches a name; returns which of the possible contents it has, bit for bit."""
     got = wire.fetch(name, part_kinds=["state"])
+    if got.header.reason == types_pb2.MISS_REASON_PART_MISSING:
+        got = wire.fetch(name)  # stored without parts
     for content in possible:
         if content is None and not got.header.found:
             return None

@@ -99,9 +99,31 @@ def test_a_prefix_of_parts_only_has_no_tensors(wire: Wire) -> None:
 
 def test_parts_do_not_come_where_they_are_not_exact(wire: Wire) -> None:
     wire.store(Sample("store/boundary", 100, part_sizes=(50,)))
-    assert wire.fetch("store/boundary", part_kinds=["state"], rows={"end": 99}).parts == []
-    assert wire.fetch("store/boundary", part_kinds=["ring"]).parts == []
     assert wire.fetch("store/boundary").parts == []
+    for kind, end in (("state", 99), ("ring", 0), ("ring", 100)):
+        ask = {"part_kinds": [kind], "rows": {"end": end}}
+        got = wire.fetch("store/boundary", **ask)
+        assert (got.header.found, got.header.reason) == (False, types_pb2.MISS_REASON_PART_MISSING)
+        assert got.header.shortened_by == kind
+        assert got.header.prefix.namespace == "store/boundary"
+        answer = refused(lambda: wire.call("Export", namespace="store/boundary", **ask))  # noqa: B023
+        assert answer.reason == "NOT_STORED"
+
+
+def test_rows_do_not_go_on_behind_the_parts_that_are_asked_for(wire: Wire) -> None:
+    sample = Sample("store/cut", 100, part_sizes=(50,))
+    header = sample.header()
+    header.parts[0].boundary_tokens = 64
+    _, *chunks = sample.messages()
+    wire.send([frame_header(header.SerializeToString()), *chunks])
+    got = wire.fetch("store/cut", part_kinds=["state"])
+    assert (got.header.rows.end, got.parts) == (64, [sample.part(0)])
+    assert got.header.token_ids == sample.token_ids[: 4 * 64]
+    exported = wire.call("Export", namespace="store/cut", part_kinds=["state"])
+    assert (exported.rows.end, exported.extents[0].row_count) == (64, 64)
+    for answer in (got.header, exported):
+        assert answer.reason == types_pb2.MISS_REASON_PART_MISSING
+        assert answer.shortened_by == "state"
 
 
 def test_a_store_without_a_name_is_named_by_its_tokens(wire: Wire) -> None:

@@ -196,6 +196,28 @@ func TestAMissIsAnAnswer(t *testing.T) {
 	}
 }
 
+func TestRowsDoNotComeWithoutTheirParts(t *testing.T) {
+	client := dial(t, sharedServer(t), Options{})
+	stored := sample("cut", wire.F16, 300)
+	stored.Parts[0].BoundaryTokens = 128
+	mustStore(t, client, stored)
+	prefix := mustFetch(t, client, FetchRequest{Namespace: "cut", PartKinds: []string{"state"}})
+	same(t, prefix, stored)
+	missing := pionv1.MissReason_MISS_REASON_PART_MISSING
+	if prefix.End != 128 || len(prefix.Parts) != 1 || prefix.Reason != missing || prefix.ShortenedBy != "state" {
+		t.Errorf("rows to %d and %d parts: %v, %q", prefix.End, len(prefix.Parts), prefix.Reason, prefix.ShortenedBy)
+	}
+	for _, request := range []FetchRequest{
+		{Namespace: "cut", PartKinds: []string{"state", "ring"}},
+		{Namespace: "cut", PartKinds: []string{"state"}, End: 127},
+		{Namespace: "cut", PartKinds: []string{"state"}, Begin: 129},
+	} {
+		if prefix := mustFetch(t, client, request); prefix.Hit || prefix.Reason != missing || prefix.ShortenedBy == "" {
+			t.Errorf("%+v: %+v", request, prefix)
+		}
+	}
+}
+
 func TestMatchLookupListAndDropAgree(t *testing.T) {
 	client := dial(t, sharedServer(t), Options{})
 	request := sample("agree", wire.F16, 200)

@@ -454,8 +454,9 @@ type PrefixStoreMatchRequest struct {
 	MinTokens uint64 `protobuf:"varint,4,opt,name=min_tokens,json=minTokens,proto3" json:"min_tokens,omitempty"`
 	// How long the match stays readable: absent means 10,000, 0 none, at most 60,000.
 	LeaseMs *uint32 `protobuf:"varint,5,opt,name=lease_ms,json=leaseMs,proto3,oneof" json:"lease_ms,omitempty"`
-	// Kinds of parts that are needed at the boundary; the match is shortened to the longest boundary
-	// that every one of them has.
+	// Kinds of parts that are needed at the boundary, 1 to 64 bytes each; the match is shortened to the
+	// longest boundary that every one of them has. A prefix has a kind at a boundary if it has it there
+	// of every slot of which it has that kind at all: state of half the layers continues nothing.
 	PartKinds     []string `protobuf:"bytes,6,rep,name=part_kinds,json=partKinds,proto3" json:"part_kinds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -548,7 +549,7 @@ type PrefixStoreMatchResponse struct {
 	MatchedTokens uint64 `protobuf:"varint,5,opt,name=matched_tokens,json=matchedTokens,proto3" json:"matched_tokens,omitempty"`
 	// Rows that may be fetched: matched_tokens, or the boundary it was shortened to.
 	ServedTokens uint64 `protobuf:"varint,6,opt,name=served_tokens,json=servedTokens,proto3" json:"served_tokens,omitempty"`
-	// The kind of part that shortened it.
+	// The kind of part that shortened it: the first of `part_kinds` that is not at the later boundary.
 	ShortenedBy string `protobuf:"bytes,7,opt,name=shortened_by,json=shortenedBy,proto3" json:"shortened_by,omitempty"`
 	// The lease; pass it to Fetch or Export.
 	LeaseId       []byte `protobuf:"bytes,8,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
@@ -888,7 +889,10 @@ type PrefixStoreStoreResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The name, also where it was derived.
 	Namespace string `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	// The same tokens and layout were there already; nothing was written.
+	// Nothing was written: the same model, tokens and layout were there already, with parts of the same
+	// kinds, slots, boundaries, sizes and descriptions. Bytes are not compared, neither of rows nor of
+	// parts. Who may bring other bytes for the same tokens names another model, says so in the
+	// description, or replaces.
 	AlreadyStored bool `protobuf:"varint,2,opt,name=already_stored,json=alreadyStored,proto3" json:"already_stored,omitempty"`
 	// Its generation.
 	Generation uint64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
@@ -992,14 +996,18 @@ type PrefixStoreFetchRequest struct {
 	LeaseId []byte `protobuf:"bytes,2,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
 	// If above 0: refuse with GENERATION unless the prefix still has it. Sent back when resuming.
 	Generation uint64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
-	// Which rows; absent means all. Beyond the end: ROWS.
+	// Which rows; absent means all, or with `part_kinds` those up to the boundary that has the parts.
+	// Beyond the end: ROWS.
 	Rows *RowRange `protobuf:"bytes,4,opt,name=rows,proto3" json:"rows,omitempty"`
 	// Which slots; empty means all.
 	Slots []uint32 `protobuf:"varint,5,rep,packed,name=slots,proto3" json:"slots,omitempty"`
 	// Codecs that the client decodes itself, by canonical name, or by the name without parameters for
 	// any of them; rows in any other codec come decoded as F32. "raw" is always understood.
 	Codecs []string `protobuf:"bytes,6,rep,name=codecs,proto3" json:"codecs,omitempty"`
-	// Kinds of parts to stream after the rows; only those at `rows.end` come.
+	// Kinds of parts that are needed, 1 to 64 bytes each; they come after the rows, and rows do not come
+	// without them. If `rows.end` is 0, the rows end at the longest boundary that has every kind, as in a
+	// Match. If it is given, it is the boundary: every kind must be there, of whichever slots, and those
+	// at that boundary come. Where there is no such boundary, that is a miss (PART_MISSING).
 	PartKinds []string `protobuf:"bytes,7,rep,name=part_kinds,json=partKinds,proto3" json:"part_kinds,omitempty"`
 	// To resume: skip what comes before this tensor of the header's layout …
 	ResumeTensorIndex uint32 `protobuf:"varint,8,opt,name=resume_tensor_index,json=resumeTensorIndex,proto3" json:"resume_tensor_index,omitempty"`
@@ -1134,7 +1142,7 @@ type PrefixStoreFetchHeader struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whether anything follows.
 	Found bool `protobuf:"varint,1,opt,name=found,proto3" json:"found,omitempty"`
-	// Why not, or why less than asked.
+	// Why not; or PART_MISSING, if the rows end before the prefix does, where the parts are.
 	Reason MissReason `protobuf:"varint,2,opt,name=reason,proto3,enum=pion.v1.MissReason" json:"reason,omitempty"`
 	// The prefix.
 	Prefix *PrefixInfo `protobuf:"bytes,3,opt,name=prefix,proto3" json:"prefix,omitempty"`
@@ -1149,7 +1157,9 @@ type PrefixStoreFetchHeader struct {
 	// prefixes stored without.
 	TokenIds []byte `protobuf:"bytes,7,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The parts that follow the rows, in order.
-	Parts         []*PartInfo `protobuf:"bytes,8,rep,name=parts,proto3" json:"parts,omitempty"`
+	Parts []*PartInfo `protobuf:"bytes,8,rep,name=parts,proto3" json:"parts,omitempty"`
+	// With PART_MISSING, the first of `part_kinds` that is not at the end of what was asked for.
+	ShortenedBy   string `protobuf:"bytes,9,opt,name=shortened_by,json=shortenedBy,proto3" json:"shortened_by,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1238,6 +1248,13 @@ func (x *PrefixStoreFetchHeader) GetParts() []*PartInfo {
 		return x.Parts
 	}
 	return nil
+}
+
+func (x *PrefixStoreFetchHeader) GetShortenedBy() string {
+	if x != nil {
+		return x.ShortenedBy
+	}
+	return ""
 }
 
 // One message of a Fetch.
@@ -1351,7 +1368,7 @@ type PrefixStoreExportRequest struct {
 	Namespace string `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	// Instead of the name: a lease of Lookup or Match.
 	LeaseId []byte `protobuf:"bytes,2,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
-	// Which rows; absent means all.
+	// Which rows; as in a Fetch.
 	Rows *RowRange `protobuf:"bytes,3,opt,name=rows,proto3" json:"rows,omitempty"`
 	// How long the files stay readable: absent means 10,000, at most 60,000. (An opened file stays
 	// readable for ever.)
@@ -1359,7 +1376,7 @@ type PrefixStoreExportRequest struct {
 	// Which slots the client will read; empty means all. The files hold all of them: this and the next
 	// field say what the receipt counts.
 	Slots []uint32 `protobuf:"varint,5,rep,packed,name=slots,proto3" json:"slots,omitempty"`
-	// Kinds of parts at `rows.end` that the client will read.
+	// Kinds of parts that the client will read; they shorten the rows, or are missing, as in a Fetch.
 	PartKinds []string `protobuf:"bytes,6,rep,name=part_kinds,json=partKinds,proto3" json:"part_kinds,omitempty"`
 	// Whether only `directory` and `host_token` are wanted, to find out whether this client can read
 	// them: nothing is looked up, leased or counted.
@@ -1464,7 +1481,11 @@ type PrefixStoreExportResponse struct {
 	// The token ids from row 0 to rows.end, u32 LE.
 	TokenIds []byte `protobuf:"bytes,6,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The lease under which the files stay.
-	LeaseId       []byte `protobuf:"bytes,7,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
+	LeaseId []byte `protobuf:"bytes,7,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
+	// PART_MISSING, if the rows end before the prefix does, where the parts are.
+	Reason MissReason `protobuf:"varint,8,opt,name=reason,proto3,enum=pion.v1.MissReason" json:"reason,omitempty"`
+	// With PART_MISSING, as in a Fetch.
+	ShortenedBy   string `protobuf:"bytes,9,opt,name=shortened_by,json=shortenedBy,proto3" json:"shortened_by,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1546,6 +1567,20 @@ func (x *PrefixStoreExportResponse) GetLeaseId() []byte {
 		return x.LeaseId
 	}
 	return nil
+}
+
+func (x *PrefixStoreExportResponse) GetReason() MissReason {
+	if x != nil {
+		return x.Reason
+	}
+	return MissReason_MISS_REASON_UNSPECIFIED
+}
+
+func (x *PrefixStoreExportResponse) GetShortenedBy() string {
+	if x != nil {
+		return x.ShortenedBy
+	}
+	return ""
 }
 
 // Asks to drop names.
@@ -3647,7 +3682,7 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	" \x01(\rR\x10resumeArrayIndex\x12\x1f\n" +
 	"\vresume_part\x18\v \x01(\rR\n" +
 	"resumePart\x127\n" +
-	"\x18resume_part_offset_bytes\x18\f \x01(\x04R\x15resumePartOffsetBytes\"\xbf\x02\n" +
+	"\x18resume_part_offset_bytes\x18\f \x01(\x04R\x15resumePartOffsetBytes\"\xe2\x02\n" +
 	"\x16PrefixStoreFetchHeader\x12\x14\n" +
 	"\x05found\x18\x01 \x01(\bR\x05found\x12+\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x13.pion.v1.MissReasonR\x06reason\x12+\n" +
@@ -3657,7 +3692,8 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\vtotal_bytes\x18\x06 \x01(\x04R\n" +
 	"totalBytes\x12\x1b\n" +
 	"\ttoken_ids\x18\a \x01(\fR\btokenIds\x12'\n" +
-	"\x05parts\x18\b \x03(\v2\x11.pion.v1.PartInfoR\x05parts\"\xb3\x01\n" +
+	"\x05parts\x18\b \x03(\v2\x11.pion.v1.PartInfoR\x05parts\x12!\n" +
+	"\fshortened_by\x18\t \x01(\tR\vshortenedBy\"\xb3\x01\n" +
 	"\x18PrefixStoreFetchResponse\x129\n" +
 	"\x06header\x18\x01 \x01(\v2\x1f.pion.v1.PrefixStoreFetchHeaderH\x00R\x06header\x12'\n" +
 	"\x04rows\x18\x02 \x01(\v2\x11.pion.v1.RowChunkH\x00R\x04rows\x12(\n" +
@@ -3672,7 +3708,7 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\n" +
 	"part_kinds\x18\x06 \x03(\tR\tpartKinds\x12\x14\n" +
 	"\x05probe\x18\a \x01(\bR\x05probeB\v\n" +
-	"\t_lease_ms\"\x9f\x04\n" +
+	"\t_lease_ms\"\xef\x04\n" +
 	"\x19PrefixStoreExportResponse\x12\x1c\n" +
 	"\tdirectory\x18\x01 \x01(\tR\tdirectory\x12\x1d\n" +
 	"\n" +
@@ -3681,7 +3717,9 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\x04rows\x18\x04 \x01(\v2\x11.pion.v1.RowRangeR\x04rows\x12C\n" +
 	"\aextents\x18\x05 \x03(\v2).pion.v1.PrefixStoreExportResponse.ExtentR\aextents\x12\x1b\n" +
 	"\ttoken_ids\x18\x06 \x01(\fR\btokenIds\x12\x19\n" +
-	"\blease_id\x18\a \x01(\fR\aleaseId\x1a\xf3\x01\n" +
+	"\blease_id\x18\a \x01(\fR\aleaseId\x12+\n" +
+	"\x06reason\x18\b \x01(\x0e2\x13.pion.v1.MissReasonR\x06reason\x12!\n" +
+	"\fshortened_by\x18\t \x01(\tR\vshortenedBy\x1a\xf3\x01\n" +
 	"\x06Extent\x12\x1b\n" +
 	"\tfile_name\x18\x01 \x01(\tR\bfileName\x12\x16\n" +
 	"\x06device\x18\x02 \x01(\x04R\x06device\x12\x14\n" +
@@ -3938,63 +3976,64 @@ var file_pion_v1_prefix_store_proto_depIdxs = []int32{
 	4,  // 29: pion.v1.PrefixStoreExportResponse.prefix:type_name -> pion.v1.PrefixInfo
 	54, // 30: pion.v1.PrefixStoreExportResponse.rows:type_name -> pion.v1.RowRange
 	42, // 31: pion.v1.PrefixStoreExportResponse.extents:type_name -> pion.v1.PrefixStoreExportResponse.Extent
-	43, // 32: pion.v1.PrefixStoreDropResponse.results:type_name -> pion.v1.PrefixStoreDropResponse.Result
-	4,  // 33: pion.v1.PrefixStoreListResponse.prefixes:type_name -> pion.v1.PrefixInfo
-	47, // 34: pion.v1.PrefixStoreBlocksResponse.table:type_name -> pion.v1.BlockTable
-	44, // 35: pion.v1.PrefixStoreMembershipResponse.results:type_name -> pion.v1.PrefixStoreMembershipResponse.Result
-	55, // 36: pion.v1.PrefixStoreWriteRowsHeader.side:type_name -> pion.v1.Side
-	49, // 37: pion.v1.PrefixStoreWriteRowsHeader.durability:type_name -> pion.v1.Durability
-	27, // 38: pion.v1.PrefixStoreWriteRowsRequest.header:type_name -> pion.v1.PrefixStoreWriteRowsHeader
-	52, // 39: pion.v1.PrefixStoreWriteRowsRequest.rows:type_name -> pion.v1.RowChunk
-	49, // 40: pion.v1.PrefixStoreWriteRowsResponse.durability:type_name -> pion.v1.Durability
-	55, // 41: pion.v1.PrefixStoreReadRowsRequest.side:type_name -> pion.v1.Side
-	51, // 42: pion.v1.PrefixStoreReadRowsResponse.reason:type_name -> pion.v1.MissReason
-	56, // 43: pion.v1.PrefixStoreReadRowsResponse.tensor:type_name -> pion.v1.TensorLayout
-	45, // 44: pion.v1.PrefixStoreDescribeResponse.limits:type_name -> pion.v1.PrefixStoreDescribeResponse.Limit
-	46, // 45: pion.v1.PrefixStoreLookupRequest.Query.layout:type_name -> pion.v1.Layout
-	51, // 46: pion.v1.PrefixStoreLookupResponse.Result.reason:type_name -> pion.v1.MissReason
-	4,  // 47: pion.v1.PrefixStoreLookupResponse.Result.prefix:type_name -> pion.v1.PrefixInfo
-	0,  // 48: pion.v1.PrefixStore.Register:input_type -> pion.v1.PrefixStoreRegisterRequest
-	2,  // 49: pion.v1.PrefixStore.Lookup:input_type -> pion.v1.PrefixStoreLookupRequest
-	5,  // 50: pion.v1.PrefixStore.Match:input_type -> pion.v1.PrefixStoreMatchRequest
-	8,  // 51: pion.v1.PrefixStore.Store:input_type -> pion.v1.PrefixStoreStoreRequest
-	10, // 52: pion.v1.PrefixStore.Fetch:input_type -> pion.v1.PrefixStoreFetchRequest
-	13, // 53: pion.v1.PrefixStore.Export:input_type -> pion.v1.PrefixStoreExportRequest
-	15, // 54: pion.v1.PrefixStore.Drop:input_type -> pion.v1.PrefixStoreDropRequest
-	17, // 55: pion.v1.PrefixStore.List:input_type -> pion.v1.PrefixStoreListRequest
-	19, // 56: pion.v1.PrefixStore.Blocks:input_type -> pion.v1.PrefixStoreBlocksRequest
-	21, // 57: pion.v1.PrefixStore.Membership:input_type -> pion.v1.PrefixStoreMembershipRequest
-	23, // 58: pion.v1.PrefixStore.Save:input_type -> pion.v1.PrefixStoreSaveRequest
-	25, // 59: pion.v1.PrefixStore.Sync:input_type -> pion.v1.PrefixStoreSyncRequest
-	28, // 60: pion.v1.PrefixStore.WriteRows:input_type -> pion.v1.PrefixStoreWriteRowsRequest
-	30, // 61: pion.v1.PrefixStore.ReadRows:input_type -> pion.v1.PrefixStoreReadRowsRequest
-	32, // 62: pion.v1.PrefixStore.Snapshot:input_type -> pion.v1.PrefixStoreSnapshotRequest
-	34, // 63: pion.v1.PrefixStore.Restore:input_type -> pion.v1.PrefixStoreRestoreRequest
-	36, // 64: pion.v1.PrefixStore.Release:input_type -> pion.v1.PrefixStoreReleaseRequest
-	38, // 65: pion.v1.PrefixStore.Describe:input_type -> pion.v1.PrefixStoreDescribeRequest
-	1,  // 66: pion.v1.PrefixStore.Register:output_type -> pion.v1.PrefixStoreRegisterResponse
-	3,  // 67: pion.v1.PrefixStore.Lookup:output_type -> pion.v1.PrefixStoreLookupResponse
-	6,  // 68: pion.v1.PrefixStore.Match:output_type -> pion.v1.PrefixStoreMatchResponse
-	9,  // 69: pion.v1.PrefixStore.Store:output_type -> pion.v1.PrefixStoreStoreResponse
-	12, // 70: pion.v1.PrefixStore.Fetch:output_type -> pion.v1.PrefixStoreFetchResponse
-	14, // 71: pion.v1.PrefixStore.Export:output_type -> pion.v1.PrefixStoreExportResponse
-	16, // 72: pion.v1.PrefixStore.Drop:output_type -> pion.v1.PrefixStoreDropResponse
-	18, // 73: pion.v1.PrefixStore.List:output_type -> pion.v1.PrefixStoreListResponse
-	20, // 74: pion.v1.PrefixStore.Blocks:output_type -> pion.v1.PrefixStoreBlocksResponse
-	22, // 75: pion.v1.PrefixStore.Membership:output_type -> pion.v1.PrefixStoreMembershipResponse
-	24, // 76: pion.v1.PrefixStore.Save:output_type -> pion.v1.PrefixStoreSaveResponse
-	26, // 77: pion.v1.PrefixStore.Sync:output_type -> pion.v1.PrefixStoreSyncResponse
-	29, // 78: pion.v1.PrefixStore.WriteRows:output_type -> pion.v1.PrefixStoreWriteRowsResponse
-	31, // 79: pion.v1.PrefixStore.ReadRows:output_type -> pion.v1.PrefixStoreReadRowsResponse
-	33, // 80: pion.v1.PrefixStore.Snapshot:output_type -> pion.v1.PrefixStoreSnapshotResponse
-	35, // 81: pion.v1.PrefixStore.Restore:output_type -> pion.v1.PrefixStoreRestoreResponse
-	37, // 82: pion.v1.PrefixStore.Release:output_type -> pion.v1.PrefixStoreReleaseResponse
-	39, // 83: pion.v1.PrefixStore.Describe:output_type -> pion.v1.PrefixStoreDescribeResponse
-	66, // [66:84] is the sub-list for method output_type
-	48, // [48:66] is the sub-list for method input_type
-	48, // [48:48] is the sub-list for extension type_name
-	48, // [48:48] is the sub-list for extension extendee
-	0,  // [0:48] is the sub-list for field type_name
+	51, // 32: pion.v1.PrefixStoreExportResponse.reason:type_name -> pion.v1.MissReason
+	43, // 33: pion.v1.PrefixStoreDropResponse.results:type_name -> pion.v1.PrefixStoreDropResponse.Result
+	4,  // 34: pion.v1.PrefixStoreListResponse.prefixes:type_name -> pion.v1.PrefixInfo
+	47, // 35: pion.v1.PrefixStoreBlocksResponse.table:type_name -> pion.v1.BlockTable
+	44, // 36: pion.v1.PrefixStoreMembershipResponse.results:type_name -> pion.v1.PrefixStoreMembershipResponse.Result
+	55, // 37: pion.v1.PrefixStoreWriteRowsHeader.side:type_name -> pion.v1.Side
+	49, // 38: pion.v1.PrefixStoreWriteRowsHeader.durability:type_name -> pion.v1.Durability
+	27, // 39: pion.v1.PrefixStoreWriteRowsRequest.header:type_name -> pion.v1.PrefixStoreWriteRowsHeader
+	52, // 40: pion.v1.PrefixStoreWriteRowsRequest.rows:type_name -> pion.v1.RowChunk
+	49, // 41: pion.v1.PrefixStoreWriteRowsResponse.durability:type_name -> pion.v1.Durability
+	55, // 42: pion.v1.PrefixStoreReadRowsRequest.side:type_name -> pion.v1.Side
+	51, // 43: pion.v1.PrefixStoreReadRowsResponse.reason:type_name -> pion.v1.MissReason
+	56, // 44: pion.v1.PrefixStoreReadRowsResponse.tensor:type_name -> pion.v1.TensorLayout
+	45, // 45: pion.v1.PrefixStoreDescribeResponse.limits:type_name -> pion.v1.PrefixStoreDescribeResponse.Limit
+	46, // 46: pion.v1.PrefixStoreLookupRequest.Query.layout:type_name -> pion.v1.Layout
+	51, // 47: pion.v1.PrefixStoreLookupResponse.Result.reason:type_name -> pion.v1.MissReason
+	4,  // 48: pion.v1.PrefixStoreLookupResponse.Result.prefix:type_name -> pion.v1.PrefixInfo
+	0,  // 49: pion.v1.PrefixStore.Register:input_type -> pion.v1.PrefixStoreRegisterRequest
+	2,  // 50: pion.v1.PrefixStore.Lookup:input_type -> pion.v1.PrefixStoreLookupRequest
+	5,  // 51: pion.v1.PrefixStore.Match:input_type -> pion.v1.PrefixStoreMatchRequest
+	8,  // 52: pion.v1.PrefixStore.Store:input_type -> pion.v1.PrefixStoreStoreRequest
+	10, // 53: pion.v1.PrefixStore.Fetch:input_type -> pion.v1.PrefixStoreFetchRequest
+	13, // 54: pion.v1.PrefixStore.Export:input_type -> pion.v1.PrefixStoreExportRequest
+	15, // 55: pion.v1.PrefixStore.Drop:input_type -> pion.v1.PrefixStoreDropRequest
+	17, // 56: pion.v1.PrefixStore.List:input_type -> pion.v1.PrefixStoreListRequest
+	19, // 57: pion.v1.PrefixStore.Blocks:input_type -> pion.v1.PrefixStoreBlocksRequest
+	21, // 58: pion.v1.PrefixStore.Membership:input_type -> pion.v1.PrefixStoreMembershipRequest
+	23, // 59: pion.v1.PrefixStore.Save:input_type -> pion.v1.PrefixStoreSaveRequest
+	25, // 60: pion.v1.PrefixStore.Sync:input_type -> pion.v1.PrefixStoreSyncRequest
+	28, // 61: pion.v1.PrefixStore.WriteRows:input_type -> pion.v1.PrefixStoreWriteRowsRequest
+	30, // 62: pion.v1.PrefixStore.ReadRows:input_type -> pion.v1.PrefixStoreReadRowsRequest
+	32, // 63: pion.v1.PrefixStore.Snapshot:input_type -> pion.v1.PrefixStoreSnapshotRequest
+	34, // 64: pion.v1.PrefixStore.Restore:input_type -> pion.v1.PrefixStoreRestoreRequest
+	36, // 65: pion.v1.PrefixStore.Release:input_type -> pion.v1.PrefixStoreReleaseRequest
+	38, // 66: pion.v1.PrefixStore.Describe:input_type -> pion.v1.PrefixStoreDescribeRequest
+	1,  // 67: pion.v1.PrefixStore.Register:output_type -> pion.v1.PrefixStoreRegisterResponse
+	3,  // 68: pion.v1.PrefixStore.Lookup:output_type -> pion.v1.PrefixStoreLookupResponse
+	6,  // 69: pion.v1.PrefixStore.Match:output_type -> pion.v1.PrefixStoreMatchResponse
+	9,  // 70: pion.v1.PrefixStore.Store:output_type -> pion.v1.PrefixStoreStoreResponse
+	12, // 71: pion.v1.PrefixStore.Fetch:output_type -> pion.v1.PrefixStoreFetchResponse
+	14, // 72: pion.v1.PrefixStore.Export:output_type -> pion.v1.PrefixStoreExportResponse
+	16, // 73: pion.v1.PrefixStore.Drop:output_type -> pion.v1.PrefixStoreDropResponse
+	18, // 74: pion.v1.PrefixStore.List:output_type -> pion.v1.PrefixStoreListResponse
+	20, // 75: pion.v1.PrefixStore.Blocks:output_type -> pion.v1.PrefixStoreBlocksResponse
+	22, // 76: pion.v1.PrefixStore.Membership:output_type -> pion.v1.PrefixStoreMembershipResponse
+	24, // 77: pion.v1.PrefixStore.Save:output_type -> pion.v1.PrefixStoreSaveResponse
+	26, // 78: pion.v1.PrefixStore.Sync:output_type -> pion.v1.PrefixStoreSyncResponse
+	29, // 79: pion.v1.PrefixStore.WriteRows:output_type -> pion.v1.PrefixStoreWriteRowsResponse
+	31, // 80: pion.v1.PrefixStore.ReadRows:output_type -> pion.v1.PrefixStoreReadRowsResponse
+	33, // 81: pion.v1.PrefixStore.Snapshot:output_type -> pion.v1.PrefixStoreSnapshotResponse
+	35, // 82: pion.v1.PrefixStore.Restore:output_type -> pion.v1.PrefixStoreRestoreResponse
+	37, // 83: pion.v1.PrefixStore.Release:output_type -> pion.v1.PrefixStoreReleaseResponse
+	39, // 84: pion.v1.PrefixStore.Describe:output_type -> pion.v1.PrefixStoreDescribeResponse
+	67, // [67:85] is the sub-list for method output_type
+	49, // [49:67] is the sub-list for method input_type
+	49, // [49:49] is the sub-list for extension type_name
+	49, // [49:49] is the sub-list for extension extendee
+	0,  // [0:49] is the sub-list for field type_name
 }
 
 func init() { file_pion_v1_prefix_store_proto_init() }

@@ -71,13 +71,13 @@ type PrefixStoreClient interface {
 	// Errors: INVALID, CHECKSUM, LAYOUT, OTHER_CONTENT, NOT_STORED (parent), CONFLICT, BUDGET, QUOTA,
 	// DISK_FULL, TOO_MANY_STREAMS.
 	Store(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[PrefixStoreStoreRequest, PrefixStoreStoreResponse], error)
-	// Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there,
-	// the header says so and the stream ends, with status OK.
+	// Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there, or
+	// a part that is asked for is not, the header says so and the stream ends, with status OK.
 	// Errors: INVALID, ROWS, GENERATION, EVICTED, CORRUPT, STALLED, TOO_MANY_STREAMS.
 	Fetch(ctx context.Context, in *PrefixStoreFetchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[PrefixStoreFetchResponse], error)
 	// Names the files that hold a prefix, for a client on the same host; no tensor byte crosses the
-	// wire. Errors: INVALID, ROWS, NOT_STORED, EVICTED, CORRUPT, NO_BACKEND (switched off; stream
-	// instead).
+	// wire. Errors: INVALID, ROWS, NOT_STORED (or without a part that is asked for: Fetch says which),
+	// EVICTED, CORRUPT, NO_BACKEND (switched off; stream instead).
 	Export(ctx context.Context, in *PrefixStoreExportRequest, opts ...grpc.CallOption) (*PrefixStoreExportResponse, error)
 	// Takes names and their matches away at once. Rows stay until the last child or lease is gone, and
 	// count until then. Answers per name. Errors: INVALID.
@@ -361,13 +361,13 @@ type PrefixStoreServer interface {
 	// Errors: INVALID, CHECKSUM, LAYOUT, OTHER_CONTENT, NOT_STORED (parent), CONFLICT, BUDGET, QUOTA,
 	// DISK_FULL, TOO_MANY_STREAMS.
 	Store(grpc.ClientStreamingServer[PrefixStoreStoreRequest, PrefixStoreStoreResponse]) error
-	// Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there,
-	// the header says so and the stream ends, with status OK.
+	// Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there, or
+	// a part that is asked for is not, the header says so and the stream ends, with status OK.
 	// Errors: INVALID, ROWS, GENERATION, EVICTED, CORRUPT, STALLED, TOO_MANY_STREAMS.
 	Fetch(*PrefixStoreFetchRequest, grpc.ServerStreamingServer[PrefixStoreFetchResponse]) error
 	// Names the files that hold a prefix, for a client on the same host; no tensor byte crosses the
-	// wire. Errors: INVALID, ROWS, NOT_STORED, EVICTED, CORRUPT, NO_BACKEND (switched off; stream
-	// instead).
+	// wire. Errors: INVALID, ROWS, NOT_STORED (or without a part that is asked for: Fetch says which),
+	// EVICTED, CORRUPT, NO_BACKEND (switched off; stream instead).
 	Export(context.Context, *PrefixStoreExportRequest) (*PrefixStoreExportResponse, error)
 	// Takes names and their matches away at once. Rows stay until the last child or lease is gone, and
 	// count until then. Answers per name. Errors: INVALID.

@@ -524,7 +524,7 @@ type PartInfo struct {
 	Kind string `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
 	// The cache slot it belongs to; 0 to 1,023.
 	Slot uint32 `protobuf:"varint,2,opt,name=slot,proto3" json:"slot,omitempty"`
-	// The token boundary at which it is exact: it is the state after this many tokens.
+	// The token boundary at which it is exact: it is the state after this many tokens; at least 1.
 	BoundaryTokens uint64 `protobuf:"varint,3,opt,name=boundary_tokens,json=boundaryTokens,proto3" json:"boundary_tokens,omitempty"`
 	// Its size; at most 4 GiB.
 	SizeBytes uint64 `protobuf:"varint,4,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`

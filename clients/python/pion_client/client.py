@@ -280,11 +280,19 @@ class Client(AttendMixin):
         *,
         layout: Layout,
         model: str = "",
+        token_ids: TokenIds | None = None,
         table: BlockTable | None = None,
         prefill_ms: float = 0,
         timeout_s: float | None = None,
     ) -> Registered:
         """Declares layout, table and prefill time of a prefix before there are rows.
+
+        Args:
+            namespace, layout, model, table, prefill_ms: what is declared.
+            token_ids: those that will be stored, of the same model; at least their first 64. They are
+                not sent. In a mesh they say which node `store` will go to; without them the node is
+                the name's, and what is declared there binds nothing that is stored by tokens.
+            timeout_s: instead of the client's.
 
         Raises:
             LayoutDiffers: the name is stored with another layout.
@@ -296,6 +304,9 @@ class Client(AttendMixin):
             table=_table(table),
             prefill_ms=prefill_ms,
         )
+        if token_ids is not None:
+            route = route_key(self._tenant, model, _some(token_ids))
+            self._routes.remember(namespace, route)
         answer = self._calls.once("register", request, self._routes.of(namespace), timeout_s)
         return Registered(answers.state(answer.state), answer.generation)
 
@@ -321,7 +332,8 @@ class Client(AttendMixin):
             min_tokens: a shorter match is a miss.
             lease_ms: how long it stays readable; None: 10,000, 0: not at all, at most 60,000.
             fidelities: which may answer; by default only "raw", what was stored without loss.
-            part_kinds: parts that are needed at the boundary.
+            part_kinds: parts that are needed at the boundary; it is the latest one that has all of them,
+                each of every slot that has it anywhere.
             timeout_s: instead of the client's.
             tries: how often a server that cannot be reached is tried in all; by default three times, or
                 until `timeout_s` if that is given.
@@ -333,7 +345,7 @@ class Client(AttendMixin):
             fidelities=fidelities,
             min_tokens=count("min_tokens", min_tokens),
             lease_ms=None if lease_ms is None else count("lease_ms", lease_ms),
-            part_kinds=part_kinds,
+            part_kinds=_texts("part_kinds", part_kinds),
         )
         route = route_key(self._tenant, model, packed)
         match = answers.match(self._calls.ask("match", request, route, timeout_s, tries))
@@ -482,7 +494,9 @@ class Client(AttendMixin):
             codecs: what is stored with one of these comes as it is stored, an `Encoded`; all else that
                 was stored lossily comes decoded, float32. A name without parameters, such as
                 "mlx_affine", stands for every codec of that name.
-            part_kinds: kinds of parts to bring along, those at the last row.
+            part_kinds: kinds of parts to bring along. Rows never come without them: where `rows` name no
+                end, they end where `match` would say, and `shortened_by` of the result tells the kind
+                that cut them; a named end that has not every kind is a miss.
             progress: called with (bytes here, bytes in all); if it raises, the fetch is abandoned.
             timeout_s: for everything; by default an hour, as long as it makes progress. If given, a
                 server that restarts meanwhile is waited for.
@@ -506,7 +520,7 @@ class Client(AttendMixin):
             slots=[count("slots", slot) for slot in slots or ()],
             generation=count("generation", generation, U64_MAX),
             codecs=FAMILIES,  # decoded here: fewer bytes cross the wire
-            part_kinds=part_kinds,
+            part_kinds=_texts("part_kinds", part_kinds),
         )
         try:
             deadline = self._calls.stream_deadline(timeout_s, tries)
@@ -660,6 +674,13 @@ def _some(token_ids: TokenIds) -> bytes:
 
 def _names(namespaces: Sequence[str]) -> Sequence[str]:
     return [text("namespaces", namespace) for namespace in namespaces]
+
+
+def _texts(field: str, values: Sequence[str]) -> builtins.list[str]:
+    """Returns texts that can be sent; one text is no sequence of its characters."""
+    if isinstance(values, str):
+        raise invalid(field, f"{values!r} is one text, not several")
+    return [text(field, value) for value in values]
 
 
 def _row_range(rows: tuple[int, int]) -> types_pb2.RowRange:

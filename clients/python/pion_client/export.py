@@ -117,7 +117,9 @@ class Exported:
             self._found_parts = self._find_parts(prefix.parts, rows[1], part_kinds)
             wanted = tuple(t for t in prefix.layout.tensors if not slots or t.slot in slots)
             parts = tuple(place.info for place in self._found_parts)
-            self.announced = Announced(prefix, Layout(wanted), rows, answer.token_ids, parts)
+            self.announced = Announced(
+                prefix, Layout(wanted), rows, answer.token_ids, parts, answer.shortened_by
+            )
             self._tensors = self.announced.check(bytes_max, keep)
             self._stack = self._stack.pop_all()
 

@@ -49,6 +49,8 @@ class Announced(NamedTuple):
     rows: tuple[int, int]
     token_ids: bytes
     parts: tuple[PartInfo, ...]
+    shortened_by: str
+    """The kind of part that cut the rows; what resumes names them, and does not hear it again."""
 
     @property
     def row_count(self) -> int:
@@ -350,6 +352,7 @@ def announced_by(message: pb.PrefixStoreFetchHeader) -> Announced:
         rows=(message.rows.begin, message.rows.end),
         token_ids=message.token_ids,
         parts=tuple(part_from_message(part) for part in message.parts),
+        shortened_by=message.shortened_by,
     )
 
 
@@ -364,4 +367,4 @@ def parts_of(infos: Sequence[PartInfo], memory: Sequence[memoryview]) -> tuple[P
 def _same(again: Announced, before: Announced) -> bool:
     mine, theirs = again.prefix, before.prefix
     same = (mine.generation, mine.model) == (theirs.generation, theirs.model)
-    return same and again[1:] == before[1:]
+    return same and again[1:-1] == before[1:-1]

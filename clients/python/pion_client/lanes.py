@@ -81,7 +81,9 @@ class Lanes:
 
         try:
             answer = self._export(request, route, deadline)
-        except NotStored as error:  # or its rows are in no segment yet: the stream decides
+        except (
+            NotStored
+        ) as error:  # or not with its parts, or in no segment yet: the stream decides
             raise CannotExport(str(error)) from error
         exported = Exported(
             answer,
@@ -170,4 +172,5 @@ def _prefix(
         generation=announced.prefix.generation,
         transport=transport,
         transport_reason=because,
+        shortened_by=announced.shortened_by,
     )

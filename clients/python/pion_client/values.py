@@ -228,6 +228,8 @@ class Prefix:
     transport: Literal["export", "stream"]
     transport_reason: str
     """Why it was streamed."""
+    shortened_by: str
+    """The kind of part for whose sake `rows` end before the prefix does; empty if none cut them."""
 
     @property
     def token_ids(self) -> list[int]:

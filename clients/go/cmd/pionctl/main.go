@@ -187,7 +187,8 @@ func get(
 			os.Remove(scratch.Name())
 		}
 	}()
-	request := pion.FetchRequest{Namespace: name}
+	// With its end named, whatever parts are there come along, and cut nothing.
+	request := pion.FetchRequest{Namespace: name, End: info.TokenCount}
 	for _, part := range info.Parts {
 		if part.BoundaryTokens == info.TokenCount {
 			request.PartKinds = append(request.PartKinds, part.Kind)

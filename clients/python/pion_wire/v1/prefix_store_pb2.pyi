@@ -342,8 +342,9 @@ class PrefixStoreMatchRequest(_message.Message):
 
     @_builtins.property
     def part_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kinds of parts that are needed at the boundary; the match is shortened to the longest boundary
-        that every one of them has.
+        """Kinds of parts that are needed at the boundary, 1 to 64 bytes each; the match is shortened to the
+        longest boundary that every one of them has. A prefix has a kind at a boundary if it has it there
+        of every slot of which it has that kind at all: state of half the layers continues nothing.
         """
 
     def __init__(
@@ -391,7 +392,7 @@ class PrefixStoreMatchResponse(_message.Message):
     served_tokens: _builtins.int
     """Rows that may be fetched: matched_tokens, or the boundary it was shortened to."""
     shortened_by: _builtins.str
-    """The kind of part that shortened it."""
+    """The kind of part that shortened it: the first of `part_kinds` that is not at the later boundary."""
     lease_id: _builtins.bytes
     """The lease; pass it to Fetch or Export."""
     @_builtins.property
@@ -542,7 +543,11 @@ class PrefixStoreStoreResponse(_message.Message):
     namespace: _builtins.str
     """The name, also where it was derived."""
     already_stored: _builtins.bool
-    """The same tokens and layout were there already; nothing was written."""
+    """Nothing was written: the same model, tokens and layout were there already, with parts of the same
+    kinds, slots, boundaries, sizes and descriptions. Bytes are not compared, neither of rows nor of
+    parts. Who may bring other bytes for the same tokens names another model, says so in the
+    description, or replaces.
+    """
     generation: _builtins.int
     """Its generation."""
     token_count: _builtins.int
@@ -608,7 +613,9 @@ class PrefixStoreFetchRequest(_message.Message):
     """… and this many bytes of it."""
     @_builtins.property
     def rows(self) -> _types_pb2.RowRange:
-        """Which rows; absent means all. Beyond the end: ROWS."""
+        """Which rows; absent means all, or with `part_kinds` those up to the boundary that has the parts.
+        Beyond the end: ROWS.
+        """
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -622,7 +629,11 @@ class PrefixStoreFetchRequest(_message.Message):
 
     @_builtins.property
     def part_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kinds of parts to stream after the rows; only those at `rows.end` come."""
+        """Kinds of parts that are needed, 1 to 64 bytes each; they come after the rows, and rows do not come
+        without them. If `rows.end` is 0, the rows end at the longest boundary that has every kind, as in a
+        Match. If it is given, it is the boundary: every kind must be there, of whichever slots, and those
+        at that boundary come. Where there is no such boundary, that is a miss (PART_MISSING).
+        """
 
     def __init__(
         self,
@@ -662,10 +673,11 @@ class PrefixStoreFetchHeader(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    SHORTENED_BY_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
     """Whether anything follows."""
     reason: _types_pb2.MissReason.ValueType
-    """Why not, or why less than asked."""
+    """Why not; or PART_MISSING, if the rows end before the prefix does, where the parts are."""
     total_bytes: _builtins.int
     """Bytes of data in all chunks, parts included; also when resuming, where those that came before the
     break are not sent again.
@@ -674,6 +686,8 @@ class PrefixStoreFetchHeader(_message.Message):
     """The token ids of the streamed rows' whole prefix, from row 0 to rows.end, u32 LE; empty for
     prefixes stored without.
     """
+    shortened_by: _builtins.str
+    """With PART_MISSING, the first of `part_kinds` that is not at the end of what was asked for."""
     @_builtins.property
     def prefix(self) -> Global___PrefixInfo:
         """The prefix."""
@@ -701,10 +715,11 @@ class PrefixStoreFetchHeader(_message.Message):
         total_bytes: _builtins.int = ...,
         token_ids: _builtins.bytes = ...,
         parts: _abc.Iterable[_types_pb2.PartInfo] | None = ...,
+        shortened_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "prefix", b"prefix", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "layout", b"layout", "parts", b"parts", "prefix", b"prefix", "reason", b"reason", "rows", b"rows", "token_ids", b"token_ids", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "layout", b"layout", "parts", b"parts", "prefix", b"prefix", "reason", b"reason", "rows", b"rows", "shortened_by", b"shortened_by", "token_ids", b"token_ids", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -775,7 +790,7 @@ class PrefixStoreExportRequest(_message.Message):
     """
     @_builtins.property
     def rows(self) -> _types_pb2.RowRange:
-        """Which rows; absent means all."""
+        """Which rows; as in a Fetch."""
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -785,7 +800,7 @@ class PrefixStoreExportRequest(_message.Message):
 
     @_builtins.property
     def part_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kinds of parts at `rows.end` that the client will read."""
+        """Kinds of parts that the client will read; they shorten the rows, or are missing, as in a Fetch."""
 
     def __init__(
         self,
@@ -873,6 +888,8 @@ class PrefixStoreExportResponse(_message.Message):
     EXTENTS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SHORTENED_BY_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """Absolute path of the data directory."""
     host_token: _builtins.bytes
@@ -881,6 +898,10 @@ class PrefixStoreExportResponse(_message.Message):
     """The token ids from row 0 to rows.end, u32 LE."""
     lease_id: _builtins.bytes
     """The lease under which the files stay."""
+    reason: _types_pb2.MissReason.ValueType
+    """PART_MISSING, if the rows end before the prefix does, where the parts are."""
+    shortened_by: _builtins.str
+    """With PART_MISSING, as in a Fetch."""
     @_builtins.property
     def prefix(self) -> Global___PrefixInfo:
         """The prefix."""
@@ -903,10 +924,12 @@ class PrefixStoreExportResponse(_message.Message):
         extents: _abc.Iterable[Global___PrefixStoreExportResponse.Extent] | None = ...,
         token_ids: _builtins.bytes = ...,
         lease_id: _builtins.bytes = ...,
+        reason: _types_pb2.MissReason.ValueType = ...,
+        shortened_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "extents", b"extents", "host_token", b"host_token", "lease_id", b"lease_id", "prefix", b"prefix", "rows", b"rows", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "extents", b"extents", "host_token", b"host_token", "lease_id", b"lease_id", "prefix", b"prefix", "reason", b"reason", "rows", b"rows", "shortened_by", b"shortened_by", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -189,8 +189,8 @@ class PrefixStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there,
-        the header says so and the stream ends, with status OK.
+        """Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there, or
+        a part that is asked for is not, the header says so and the stream ends, with status OK.
         Errors: INVALID, ROWS, GENERATION, EVICTED, CORRUPT, STALLED, TOO_MANY_STREAMS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -199,8 +199,8 @@ class PrefixStoreServicer(object):
 
     def Export(self, request, context):
         """Names the files that hold a prefix, for a client on the same host; no tensor byte crosses the
-        wire. Errors: INVALID, ROWS, NOT_STORED, EVICTED, CORRUPT, NO_BACKEND (switched off; stream
-        instead).
+        wire. Errors: INVALID, ROWS, NOT_STORED (or without a part that is asked for: Fetch says which),
+        EVICTED, CORRUPT, NO_BACKEND (switched off; stream instead).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

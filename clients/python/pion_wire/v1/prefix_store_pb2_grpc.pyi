@@ -64,14 +64,14 @@ class PrefixStoreStub:
     DISK_FULL, TOO_MANY_STREAMS.
     """
     Fetch: _grpc.UnaryStreamMultiCallable[_prefix_store_pb2.PrefixStoreFetchRequest, _prefix_store_pb2.PrefixStoreFetchResponse]
-    """Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there,
-    the header says so and the stream ends, with status OK.
+    """Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there, or
+    a part that is asked for is not, the header says so and the stream ends, with status OK.
     Errors: INVALID, ROWS, GENERATION, EVICTED, CORRUPT, STALLED, TOO_MANY_STREAMS.
     """
     Export: _grpc.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreExportRequest, _prefix_store_pb2.PrefixStoreExportResponse]
     """Names the files that hold a prefix, for a client on the same host; no tensor byte crosses the
-    wire. Errors: INVALID, ROWS, NOT_STORED, EVICTED, CORRUPT, NO_BACKEND (switched off; stream
-    instead).
+    wire. Errors: INVALID, ROWS, NOT_STORED (or without a part that is asked for: Fetch says which),
+    EVICTED, CORRUPT, NO_BACKEND (switched off; stream instead).
     """
     Drop: _grpc.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreDropRequest, _prefix_store_pb2.PrefixStoreDropResponse]
     """Takes names and their matches away at once. Rows stay until the last child or lease is gone, and
@@ -154,14 +154,14 @@ class PrefixStoreAsyncStub(PrefixStoreStub):
     DISK_FULL, TOO_MANY_STREAMS.
     """
     Fetch: _aio.UnaryStreamMultiCallable[_prefix_store_pb2.PrefixStoreFetchRequest, _prefix_store_pb2.PrefixStoreFetchResponse]  # type: ignore[assignment]
-    """Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there,
-    the header says so and the stream ends, with status OK.
+    """Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there, or
+    a part that is asked for is not, the header says so and the stream ends, with status OK.
     Errors: INVALID, ROWS, GENERATION, EVICTED, CORRUPT, STALLED, TOO_MANY_STREAMS.
     """
     Export: _aio.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreExportRequest, _prefix_store_pb2.PrefixStoreExportResponse]  # type: ignore[assignment]
     """Names the files that hold a prefix, for a client on the same host; no tensor byte crosses the
-    wire. Errors: INVALID, ROWS, NOT_STORED, EVICTED, CORRUPT, NO_BACKEND (switched off; stream
-    instead).
+    wire. Errors: INVALID, ROWS, NOT_STORED (or without a part that is asked for: Fetch says which),
+    EVICTED, CORRUPT, NO_BACKEND (switched off; stream instead).
     """
     Drop: _aio.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreDropRequest, _prefix_store_pb2.PrefixStoreDropResponse]  # type: ignore[assignment]
     """Takes names and their matches away at once. Rows stay until the last child or lease is gone, and
@@ -271,8 +271,8 @@ class PrefixStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _prefix_store_pb2.PrefixStoreFetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefix_store_pb2.PrefixStoreFetchResponse], _abc.AsyncIterator[_prefix_store_pb2.PrefixStoreFetchResponse]]:
-        """Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there,
-        the header says so and the stream ends, with status OK.
+        """Streams rows back: a header, then chunks in order of tensors, then parts. If nothing is there, or
+        a part that is asked for is not, the header says so and the stream ends, with status OK.
         Errors: INVALID, ROWS, GENERATION, EVICTED, CORRUPT, STALLED, TOO_MANY_STREAMS.
         """
 
@@ -283,8 +283,8 @@ class PrefixStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefix_store_pb2.PrefixStoreExportResponse, _abc.Awaitable[_prefix_store_pb2.PrefixStoreExportResponse]]:
         """Names the files that hold a prefix, for a client on the same host; no tensor byte crosses the
-        wire. Errors: INVALID, ROWS, NOT_STORED, EVICTED, CORRUPT, NO_BACKEND (switched off; stream
-        instead).
+        wire. Errors: INVALID, ROWS, NOT_STORED (or without a part that is asked for: Fetch says which),
+        EVICTED, CORRUPT, NO_BACKEND (switched off; stream instead).
         """
 
     @_abc_1.abstractmethod

@@ -291,7 +291,7 @@ class PartInfo(_message.Message):
     slot: _builtins.int
     """The cache slot it belongs to; 0 to 1,023."""
     boundary_tokens: _builtins.int
-    """The token boundary at which it is exact: it is the state after this many tokens."""
+    """The token boundary at which it is exact: it is the state after this many tokens; at least 1."""
     size_bytes: _builtins.int
     """Its size; at most 4 GiB."""
     description: _builtins.str
