@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from pion_grpc.core.declaration import Declaration, LayerSpec
@@ -440,14 +441,18 @@ class Sessions:
             InvalidRequest: the name is not inside the directory, or is one of the server's own.
             OverBudget, DiskFull: there is no room for it.
         """
-        if not _PATH.fullmatch(name) or name.split("/")[0].startswith(_OWN_NAMES):
+        path = PurePosixPath(name)  # without "." and empty components
+        # File systems may fold case, so that CATALOG.DB is the catalogue.
+        if not (_PATH.fullmatch(name) and path.parts) or (
+            path.parts[0].casefold().startswith(_OWN_NAMES)
+        ):
             raise InvalidRequest(
                 "path", "must be relative to the data directory, and no name of its own"
             )
         directory, space = self._store.directory, self._workshop.space
         with self._catalog.read() as transaction:
             free = space.budget_bytes - space.used_bytes(transaction)
-        target = directory.path / name
+        target = directory.path / path
         try:
             write_snapshot(self._catalog, directory, self._workshop.files, target, free)
         except OSError as error:

@@ -42,9 +42,13 @@ def write_snapshot(
 ) -> int:
     """Writes a snapshot to `target`, on stable storage, and returns its bytes.
 
+    An older snapshot there is replaced; anything else stays, whatever it is.
+
     Raises:
-        OSError: it cannot be written, or would have more than `bytes_max` bytes.
+        OSError: it cannot be written, would replace something, or have more than `bytes_max` bytes.
     """
+    if os.path.lexists(target) and not (target.is_file() and is_snapshot(target)):
+        raise FileExistsError(f"{target.name} exists, and is no snapshot")
     links = directory.run / f"{directory.instance}-snapshot"
     scratch = directory.run / f"{directory.instance}-snapshot.tar"
     shutil.rmtree(links, ignore_errors=True)

@@ -81,7 +81,9 @@ def test_a_fresh_server_has_everything(
 @pytest.mark.parametrize(
     "path",
     ["/tmp/x", "~/x", "..", "../x", "a/../x", "a/..", "a\nb", "", "catalog.db", "catalog.db-wal",
-     "segments/x", "rows/x", "blobs/x", "run/x.lock", "host-token", b"a\0b"],
+     "segments/x", "rows/x", "blobs/x", "run/x.lock", "host-token", b"a\0b",
+     ".", "./", "./catalog.db", ".//.//catalog.db", "catalog.db/", "catalog.db/.", "./catalog.db-wal",
+     "CATALOG.DB", "./Catalog.db", "\u017fegments/x", "./segments/x", "./Rows//x", "./host-token"],
 )  # fmt: skip
 def test_no_path_leads_out_of_the_directory_or_onto_its_files(
     start_resp: Callable[..., Resp], path: str
@@ -93,6 +95,28 @@ def test_no_path_leads_out_of_the_directory_or_onto_its_files(
     assert wire("KV.PREFIX.SAVE", path) == REFUSED
     assert contents(wire) == expected
     assert not Path("/tmp/x").exists()
+
+
+def test_nothing_but_an_older_snapshot_is_replaced(start_resp: Callable[..., Resp]) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    fill(wire)
+    data = resp.store.directory.path
+    (data / "notes").write_text("of somebody else")
+    (data / "folder").mkdir()
+    (data / "link").symlink_to(data / "catalog.db")
+    (data / "dangling").symlink_to(data / "nowhere")
+    os.mkfifo(data / "pipe")
+    before = {path.name: path.lstat().st_ino for path in data.iterdir()}
+    for name in ("notes", "folder", "link", "dangling", "pipe", "./notes"):
+        assert wire("KV.PREFIX.SAVE", name).text.startswith("ERR KV.PREFIX.SAVE failed ("), name
+    assert {path.name: path.lstat().st_ino for path in data.iterdir()} == before
+    assert (data / "notes").read_text() == "of somebody else"
+    assert wire("KV.PREFIX.SAVE", "x") == "OK"
+    first = (data / "x").stat().st_ino
+    wire("SET", "new", "v")
+    assert wire("KV.PREFIX.SAVE", "./x") == "OK"
+    assert (data / "x").stat().st_ino != first
 
 
 def test_a_directory_that_is_not_there_is_an_error(start_resp: Callable[..., Resp]) -> None:
