@@ -16,6 +16,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -114,6 +115,14 @@ class SessionInfo:
         return sum(layer.rows for layer in self.layers)
 
 
+class OwnTotals(NamedTuple):
+    """What the counted sessions of one tenant hold."""
+
+    sides: int
+    rows: int
+    fetched_rows: int
+
+
 class SessionTotals(NamedTuple):
     """What the counted sessions hold, and what became of them."""
 
@@ -149,7 +158,7 @@ class Sessions:
         self._catalog = store.workshop.catalog
         self._lock = threading.Lock()
         self._gone = 0
-        self._fetched_rows = 0
+        self._fetched_rows: Counter[str] = Counter()
         self._records = 0
         with self._catalog.read() as transaction:
             self._recovered = transaction.extent_count() + Sides(transaction).unsaved_count()
@@ -310,12 +319,19 @@ class Sessions:
                 totals.sides,
                 totals.rows,
                 totals.bytes,
-                self._fetched_rows,
+                self._fetched_rows.total(),
                 self._gone,
                 self._store.directory.rows_bytes(),
                 self._records,
                 self._recovered,
             )
+
+    def own_totals(self, tenant: str) -> OwnTotals:
+        """Counts the sessions of one tenant that were declared."""
+        with self._catalog.read() as transaction:
+            totals = Sides(transaction).totals(tenant)
+        with self._lock:
+            return OwnTotals(totals.sides, totals.rows, self._fetched_rows[tenant])
 
     def fingerprint(self, tenant: str, sid: str) -> tuple[int, ...] | None:
         """Returns numbers that change whenever rows of a session do; None if it does not exist."""
@@ -396,10 +412,10 @@ class Sessions:
             return None
         return SessionReading(self._store, reading, info.layer_count)
 
-    def fetched(self, row_count: int, size: int) -> None:
-        """Counts rows that were asked for, and the bytes they took."""
+    def fetched(self, tenant: str, row_count: int, size: int) -> None:
+        """Counts rows that a tenant asked for, and the bytes they took."""
         with self._lock:
-            self._fetched_rows += row_count
+            self._fetched_rows[tenant] += row_count
         self._store.ledger.streamed(size)
 
     # -- snapshots, saving

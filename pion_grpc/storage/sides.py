@@ -68,13 +68,16 @@ class Sides:
             (rows, size, prefix, side),
         )
 
-    def totals(self) -> SideTotals:
-        """Counts what is declared, of all tenants."""
+    def totals(self, tenant: str | None = None) -> SideTotals:
+        """Counts what is declared, of one tenant or of all."""
+        of_tenant = (
+            "" if tenant is None else " WHERE prefix IN (SELECT id FROM prefix WHERE tenant = ?)"
+        )
         rows = self._transaction.all(
             "SELECT count(*), coalesce(sum(rows), 0), coalesce(sum(bytes), 0),"
             " count(*) FILTER (WHERE side = 'k'), coalesce(sum(rows) FILTER (WHERE side = 'k'), 0)"
-            " FROM side",
-            (),
+            f" FROM side{of_tenant}",
+            () if tenant is None else (tenant,),
         )
         return SideTotals(*rows[0])
 

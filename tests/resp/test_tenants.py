@@ -189,7 +189,34 @@ def test_a_tenant_sees_its_own_connections_only(as_user: Callable[[str], Wire]) 
     assert blue("CLIENT", "KILL", "ID", number) == 0
     assert red("PING") == "PONG"
     assert blue("CLIENT", "PAUSE", 1_000_000) == NOT_ALLOWED
+    assert blue("CLIENT", "UNPAUSE") == NOT_ALLOWED
     assert fields(blue("INFO"))["redis_version"] == "7.0.0"
+
+
+def test_no_number_tells_a_tenant_what_another_does(as_user: Callable[[str], Wire]) -> None:
+    red, blue = as_user("red"), as_user("blue")
+    uptime = {"server_time_usec", "uptime_in_seconds", "uptime_in_days"}
+
+    def seen() -> dict[str, str]:
+        everything = fields(blue("INFO", "everything")) | fields(blue("V.INFO"))
+        return {name: value for name, value in everything.items() if name not in uptime}
+
+    before = seen()
+    as_user("red")
+    for command in MAKE:
+        assert not isinstance(red(*command), Refused), command
+    for command, own, _ in READ:
+        assert red(*command) == own
+    assert seen() == before
+    assert not {"used_memory", "kvprefix_hits", "server_kvprefix_hits"} & before.keys()
+    blue("KV.PREFIX.REGISTER", "ns", 64, "fp16")
+    blue("V.STOREBATCH", "ns_pk", 0, 0, 1, ROW, "FMT", "F16")
+    blue("V.FETCH", "ns_pk", 0, "RANGE", 0, 1)
+    own = fields(blue("V.INFO"))
+    fetched = int(own["total_fetches"]) - int(before["total_fetches"])
+    assert (own["sessions"], own["total_tokens"], fetched) == ("2", "1", 1)
+    admin = fields(as_user("admin")("V.INFO"))
+    assert (admin["sessions"], admin["total_tokens"]) == ("5", "2")
 
 
 def test_the_same_credentials_guard_both_wires(

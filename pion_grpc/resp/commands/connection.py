@@ -192,7 +192,7 @@ def _client_list(call: Call) -> Answer:
     if call.word(1) == "ID":
         wanted = {call.integer(index) for index in range(2, call.count)}
         listed = [one for one in listed if one.number in wanted]
-    visible = [one for one in listed if _may_see(call, one)]
+    visible = [one for one in listed if may_see(call, one)]
     return Verbatim("".join(one.line() + "\n" for one in visible))
 
 
@@ -224,8 +224,7 @@ def _client_kill(call: Call) -> Answer:
 
 
 def _client_pause(call: Call) -> Answer:
-    if call.client.tenant:
-        raise ReplyError("NOPERM this command is not allowed for tenant connections")
+    _refuse_tenants(call)
     _want(call, 2, 3)
     refusal = "ERR timeout is not an integer or out of range"
     call.services.pause(call.integer(1, 0, 1 << 40, refusal) / 1_000)
@@ -233,6 +232,7 @@ def _client_pause(call: Call) -> Answer:
 
 
 def _client_unpause(call: Call) -> Answer:
+    _refuse_tenants(call)
     call.services.pause(0)
     return OK
 
@@ -266,14 +266,20 @@ def _client_help(call: Call) -> Answer:
 
 
 def _kill(call: Call, wanted: Callable[[Client], bool]) -> int:
-    victims = [one for one in call.services.clients if wanted(one) and _may_see(call, one)]
+    victims = [one for one in call.services.clients if wanted(one) and may_see(call, one)]
     for victim in victims:
         victim.close()
     return len(victims)
 
 
-def _may_see(call: Call, other: Client) -> bool:
+def may_see(call: Call, other: Client) -> bool:
+    """Whether who asks may know of another connection: a tenant knows of its own ones."""
     return not call.client.tenant or other.tenant == call.client.tenant
+
+
+def _refuse_tenants(call: Call) -> None:
+    if call.client.tenant:
+        raise ReplyError("NOPERM this command is not allowed for tenant connections")
 
 
 def _want(call: Call, *counts: int) -> None:

@@ -1,7 +1,8 @@
 """What the server is, and what it saved: `INFO`, `PION.STATS`, `CONFIG`, and Redis's own `SAVE`.
 
 Counters are of one worker; those that begin with `server_` are of all workers together. Those of
-features that are not part of this product (`semantic_*`, `moe_*`, `vector_queries`) are 0.
+features that are not part of this product (`semantic_*`, `moe_*`, `vector_queries`) are 0. A tenant
+sees none of them: they would tell what others do.
 """
 
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from pion_grpc.core.keyspace import matches
 from pion_grpc.core.receipt import Receipt
 from pion_grpc.resp.command import Answer, Call, Command, Where
-from pion_grpc.resp.commands.connection import REDIS_VERSION
+from pion_grpc.resp.commands.connection import REDIS_VERSION, may_see
 from pion_grpc.resp.commands.prefixes import attention, lines
 from pion_grpc.resp.reply import OK, Reply, ReplyError, Simple, Verbatim
 
@@ -37,10 +38,11 @@ def pion_stats(call: Call) -> Answer:
 def info(call: Call) -> Answer:
     """`INFO [section …]`."""
     wanted = {call.word(index) for index in range(call.count)}
+    sections = _SECTIONS if not call.tenant else {name: _SECTIONS[name] for name in _FOR_TENANTS}
     everything = not wanted or bool(wanted & {"ALL", "DEFAULT", "EVERYTHING"})
     text = "\r\n".join(
         f"# {title}\r\n" + lines(section(call)).decode()
-        for title, section in _SECTIONS.items()
+        for title, section in sections.items()
         if everything or title.upper() in wanted
     )
     return Verbatim(text)
@@ -146,7 +148,8 @@ def _server(call: Call) -> dict[str, int | str]:
 
 
 def _clients(call: Call) -> dict[str, int | str]:
-    return {"connected_clients": len(call.services.clients), "blocked_clients": 0}
+    visible = sum(may_see(call, one) for one in call.services.clients)
+    return {"connected_clients": visible, "blocked_clients": 0}
 
 
 def _memory(call: Call) -> dict[str, int | str]:
@@ -229,6 +232,10 @@ _SECTIONS: dict[str, Callable[[Call], dict[str, int | str]]] = {
     "Workers": _all_workers,
     "Keyspace": _keyspace,
 }
+
+
+_FOR_TENANTS = ("Server", "Clients", "Cluster", "Replication", "Keyspace")
+"""Sections that say nothing of what others do."""
 
 
 def _resident_bytes(unknown: int) -> int:

@@ -105,7 +105,8 @@ def fetch(call: Call) -> Answer:
 def info(call: Call) -> Answer:
     """`V.INFO [sid]`; nil for one that does not exist, which is what `serve` takes for gone."""
     if call.count == 0:
-        totals = call.services.sessions.totals()
+        sessions = call.services.sessions
+        totals = sessions.own_totals(call.tenant) if call.tenant else sessions.totals()
         return lines(
             {
                 "enabled": 1,
@@ -210,7 +211,7 @@ def _fetch_rows(call: Call) -> Answer:
             for row in ids
         ]
     payload = b"".join(rows)
-    call.services.sessions.fetched(len(ids), len(payload))
+    call.services.sessions.fetched(call.tenant, len(ids), len(payload))
     return payload
 
 
@@ -260,7 +261,7 @@ def _send(call: Call, reading: SessionReading, rows: _Rows) -> Answer:
     present = [layer for layer in rows.layers if reading.row_count(layer) > rows.begin]
     count = rows.end - rows.begin
     size = sum(reading.row_bytes(layer) * count for layer in present)
-    call.services.sessions.fetched(count * len(rows.layers), size)
+    call.services.sessions.fetched(call.tenant, count * len(rows.layers), size)
     if size >= STREAMED_BYTES_MIN:
         return Streamed(_pieces(reading, rows, call.client.version), reading.close)
     with reading.guarded():
