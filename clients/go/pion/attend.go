@@ -330,7 +330,7 @@ func (q AttendQuery) message() (*pionv1.AttendQueryRequest, error) {
 		Data:       wire.Bytes(q.Q),
 	}
 	q.Kind.set(message)
-	return message, nil
+	return message, checkText(message.ProtoReflect())
 }
 
 func answerOf(asked *pionv1.AttendQueryRequest, answer *pionv1.AttendQueryResponse) (*AttendAnswer, error) {

@@ -97,6 +97,7 @@ func Dial(address string, options Options) (*Client, error) {
 		// Waiting for a retry policy of a name server would cost its look-up.
 		grpc.WithDisableServiceConfig(),
 	}
+	dialOptions = append(dialOptions, checked()...)
 	if local { // a proxy elsewhere cannot reach this host's loopback
 		dialOptions = append(dialOptions, grpc.WithNoProxy())
 	}

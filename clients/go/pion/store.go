@@ -144,8 +144,11 @@ func (r *StoreRequest) plan() ([]byte, []source, error) {
 		pieces = append(pieces, piece)
 		header.Parts = append(header.Parts, partMessage(part.PartInfo))
 	}
+	if err := checkText(header.ProtoReflect()); err != nil {
+		return nil, nil, err
+	}
 	text, err := proto.Marshal(header)
-	if err != nil { // text that is not UTF-8
+	if err != nil {
 		return nil, nil, invalid("header", "%v", err)
 	}
 	return text, pieces, nil
