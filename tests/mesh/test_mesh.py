@@ -23,6 +23,7 @@ from pion_client import (
     errors,
 )
 from pion_client.ring import Ring
+from pion_wire.blocks import pack_token_ids, route_key
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import prefix_store_pb2_grpc
 from tests.authorities import Authority
@@ -158,6 +159,52 @@ def test_a_session_is_not_lost_when_a_prefix_has_its_name(stored: Shelf) -> None
                 assert client.states.drop(prompt.name) == 1
                 assert client.attend_drop(prompt.name) == 1
                 client.drop(prompt.name)
+
+
+def test_a_prefix_shorter_than_a_block_is_found_as_the_guide_says(stored: Shelf) -> None:
+    """If longer prompts find it one day, the guide must say so."""
+    ring = Ring(stored.keys)
+
+    def longer(prompt: Prompt) -> list[int]:
+        return [*prompt.token_ids, *range(64)]
+
+    def moves(prompt: Prompt) -> bool:
+        route = route_key("", MODEL, pack_token_ids(longer(prompt)))
+        return ring.node(route) != ring.node(prompt.route)
+
+    short = next(prompt for prompt in prompts(50, first=9_200) if moves(prompt))
+    with stored.client() as client:
+        short.store(client)
+        assert short.matches(client)
+        assert short.is_whole(client.fetch(short.name))
+        assert not client.match(model=MODEL, token_ids=longer(short), lease_ms=0).hit
+        child = random_layers(1, 64, slots=1)
+        with pytest.raises(errors.NotStored):
+            client.store(
+                None,
+                layers=child,
+                token_ids=longer(short),
+                model=MODEL,
+                parent=short.name,
+                base=len(short.token_ids),
+            )
+        client.drop(short.name)
+
+
+def test_a_declared_layout_binds_the_store_that_follows(stored: Shelf) -> None:
+    ring = Ring(stored.keys)
+    some = prompts(12, first=9_100)
+    assert any(ring.node(prompt.name) != ring.node(prompt.route) for prompt in some)
+    other = Layout(
+        (TensorLayout(0, Side.K, 1, 4, DType.F32), TensorLayout(0, Side.V, 1, 4, DType.F32))
+    )
+    for who in (stored.client, stored.hashing):
+        with who() as client:
+            for prompt in some:
+                client.register(prompt.name, layout=other, model=MODEL, token_ids=prompt.token_ids)
+                with pytest.raises(errors.LayoutDiffers):
+                    prompt.store(client)
+                assert client.drop(prompt.name) == [True]
 
 
 def attention(query: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
