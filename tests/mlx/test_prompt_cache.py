@@ -722,18 +722,6 @@ def test_options_without_sense_are_refused(model, option):
         PionPromptCache(model, **option)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kept"), [("float32", "raw F32"), ("float16", "raw F16"), ("bfloat16", "raw BF16")]
-)
-def test_fp16_does_not_cost_a_bit_of_other_types(client, dtype, kept):
-    model, ids = random_llama(dtype=dtype), tokens(50)
-    with PionPromptCache(model, client=client, vquant="fp16") as prompt_cache:
-        cache = prompt_cache.get_or_prefill(ids, "name")
-        prompt_cache.flush(WAIT_S)
-        assert_same_bits(prompt_cache.get_or_prefill(ids, "name"), cache)
-        assert (prompt_cache.stats()["vquant"], prompt_cache.stats()["stored_as"]) == ("fp16", kept)
-
-
 def test_host_and_port_are_not_another_address_than_both_in_one(start_server, model):
     server = start_server(listen="127.0.0.1:0")
     host, _, port = server.address.rpartition(":")

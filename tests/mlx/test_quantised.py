@@ -14,7 +14,7 @@ from tests.mlx import families
 
 WAIT_S = 60.0
 LAYERS = 6
-LOSSY = ("int8", "fp8", "turbo4", "turbo3", "turbo2", "mlx4g32", "bf16_rope_fp8_body(32)")
+LOSSY = ("fp16", "int8", "fp8", "turbo4", "turbo3", "turbo2", "mlx4g32", "bf16_rope_fp8_body(32)")
 
 
 @pytest.fixture
@@ -93,6 +93,27 @@ def test_rows_come_back_in_the_type_of_the_model(client, reader, dtype):
         with PionPromptCache(model, client=client_, vquant="int8", boundary_protect=1) as mine:
             cache = mine.get_or_prefill(ids)
     assert_lost_as_agreed(cache, prefilled(model, ids), "int8", (0, 5))
+
+
+def test_fp16_neither_keeps_more_than_binary16_nor_loses_anything_of_it(client, reader):
+    ids = tokens(50)
+    for dtype, kept in (
+        ("float32", "raw F32, V of 6 layers (0 to 5) fp16"),
+        ("float16", "raw F16"),
+    ):
+        model = wide_llama(dtype)
+        for client_ in (client, reader):
+            with PionPromptCache(model, client=client_, vquant="fp16") as mine:
+                cache = mine.get_or_prefill(ids, dtype)
+                mine.flush(WAIT_S)
+                assert mine.stats()["stored_as"] == kept
+        for mine, exact in zip(cache, prefilled(model, ids), strict=True):
+            (k, v), (exact_k, exact_v) = mine.keys_and_values(), exact.keys_and_values()
+            np.testing.assert_array_equal(rows(k), rows(exact_k))
+            rounded = rows(exact_v.astype(mx.float16))
+            np.testing.assert_array_equal(rows(v), rounded)
+    assert client.lookup("float16").prefix.fidelity == "raw"
+    assert "v.0=fp16" in client.lookup("float32").prefix.fidelity
 
 
 def test_a_lossy_prefix_is_never_served_for_a_raw_one_nor_for_another_codec(client):

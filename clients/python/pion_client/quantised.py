@@ -1,7 +1,8 @@
 """Which tensors of a model are stored how: K raw, V with a codec but for the layers at both ends.
 
-Knows layouts and codecs; neither caches nor servers. The one decision: `fp16` stores raw. It is what
-rows of 16 bits are anyway, and casting bf16 or float32 to it would lose bits that nobody gave up.
+Knows layouts and codecs; neither caches nor servers. The one decision: a codec does what its name says
+and is named as the fidelity, `fp16` included, which rounds float32 and bf16. Rows that are binary16
+already have nothing to lose by it: theirs is the raw prefix, and not another one of the same bits.
 """
 
 import dataclasses
@@ -11,14 +12,14 @@ from pion_client.arrays import mlx_dtype
 from pion_client.values import Array, Prefix
 from pion_wire import codecs
 from pion_wire.blocks import RAW_FIDELITY
-from pion_wire.layout import Layout, LayoutError, Side, TensorLayout
+from pion_wire.layout import DType, Layout, LayoutError, Side, TensorLayout
 
 
 class Quantised(NamedTuple):
     """How the rows of a model are stored."""
 
     vquant: str
-    """The codec of V; "raw" and "fp16" keep every bit."""
+    """The codec of V; "raw" keeps every bit."""
     boundary_protect: int
     """Layers at both ends whose V is raw as well."""
 
@@ -37,8 +38,6 @@ class Quantised(NamedTuple):
         Raises:
             ValueError: the codec cannot take rows of this width; the text names both.
         """
-        if self.vquant in ("raw", "fp16"):
-            return held
         slots = sorted({tensor.slot for tensor in held.tensors})
         inner = set(slots[self.boundary_protect : max(0, len(slots) - self.boundary_protect)])
         return Layout(tuple(self._tensor(tensor, inner) for tensor in held.tensors))
@@ -56,6 +55,8 @@ class Quantised(NamedTuple):
         if tensor.side is Side.K or tensor.slot not in inner or not tensor.head_dim:
             return tensor
         if tensor.codec != RAW_FIDELITY:  # the cache itself keeps codes
+            return tensor
+        if (self.vquant, tensor.dtype) == ("fp16", DType.F16):
             return tensor
         try:
             return dataclasses.replace(tensor, codec=self.vquant)
