@@ -64,8 +64,8 @@ type Client struct {
 	routes   routing
 }
 
-// Dial makes a client for "host:port" or "unix:/path". It does not wait for the server: the first call
-// connects.
+// Dial makes a client for "host:port" or "unix:/path", of one server or of a proxy that knows the nodes of a
+// mesh; a list of nodes is not taken. It does not wait for the server: the first call connects.
 func Dial(address string, options Options) (*Client, error) {
 	target, local, err := targetOf(address)
 	if err != nil {
@@ -137,7 +137,8 @@ func (c *Client) Outgoing(ctx context.Context, route string) context.Context {
 
 // TLSFromFiles returns a configuration that trusts the authorities of a PEM file (empty: the system's)
 // and shows the certificate of another two (empty: none). The certificate is read anew for every
-// connection, so that a renewed one needs no restart.
+// connection, so that a renewed one needs no restart. The authorities are read once: where they change, a
+// file with the old one and the new one bridges the time until the program is started again.
 func TLSFromFiles(authorities, certificate, key string) (*tls.Config, error) {
 	config := &tls.Config{MinVersion: tls.VersionTLS13}
 	if authorities != "" {
@@ -150,7 +151,10 @@ func TLSFromFiles(authorities, certificate, key string) (*tls.Config, error) {
 			return nil, fmt.Errorf("pion: %s holds no certificate", authorities)
 		}
 	}
-	if certificate != "" || key != "" {
+	if (certificate == "") != (key == "") {
+		return nil, fmt.Errorf("pion: a certificate (%q) and its key (%q) go together", certificate, key)
+	}
+	if certificate != "" {
 		if _, err := tls.LoadX509KeyPair(certificate, key); err != nil {
 			return nil, fmt.Errorf("pion: %w", err)
 		}
@@ -161,6 +165,8 @@ func TLSFromFiles(authorities, certificate, key string) (*tls.Config, error) {
 	}
 	return config, nil
 }
+
+const hostCharacters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._"
 
 // targetOf returns gRPC's name for an address, and whether it can only be this host.
 func targetOf(address string) (target string, local bool, err error) {
@@ -173,10 +179,11 @@ func targetOf(address string) (target string, local bool, err error) {
 	}
 	host, port, err := net.SplitHostPort(address)
 	number, bad := strconv.ParseUint(port, 10, 16)
-	if err != nil || bad != nil || host == "" || number == 0 || strings.Contains(host, "/") {
+	ip, notIP := netip.ParseAddr(host)
+	named := host != "" && strings.Trim(host, hostCharacters) == ""
+	if err != nil || bad != nil || number == 0 || (notIP != nil && !named) {
 		return "", false, fmt.Errorf("pion: %q is neither host:port nor unix:/path", address)
 	}
-	ip, notIP := netip.ParseAddr(host)
 	local = host == "localhost" || (notIP == nil && ip.IsLoopback())
 	return "dns:///" + address, local, nil
 }

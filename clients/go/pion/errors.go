@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -145,11 +146,21 @@ func errorOf(ctx context.Context, err error) error {
 	if !ok {
 		reason = Reason(state.Code().String())
 	}
+	if reason == ReasonUnavailable && refusesCertificate(state.Message()) {
+		reason = ReasonNotAuthenticated // asking again changes nothing
+	}
 	if reason == ReasonDeadlineExceeded { // the server's clock may be the first to say so
 		err = errors.Join(context.DeadlineExceeded, err)
 	}
 	message := state.Code().String() + ": " + state.Message()
 	return &Error{Reason: reason, Message: message, FromTransport: true, cause: err}
+}
+
+// refusesCertificate tells whether a connection failed because one side does not trust the other's
+// certificate. gRPC passes on nothing but the text of crypto/tls.
+func refusesCertificate(message string) bool {
+	_, alert, ours := strings.Cut(message, "remote error: tls: ")
+	return strings.Contains(message, "x509: ") || (ours && strings.Contains(alert, "certificate"))
 }
 
 // endedBy returns the error of a call that its context ended.

@@ -590,7 +590,14 @@ func TestMutualTLSLetsInWhoHasACertificateAndNobodyElse(t *testing.T) {
 			t.Errorf("%s: %+v", what, prefix.Info)
 		}
 	}
-	for _, files := range [][3]string{{"nowhere.pem", "", ""}, {trusted.path("client.key"), "", ""}, {"", trusted.path("client.pem"), ""}} {
+	// Asking again does not make a certificate trusted, however much time there is.
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	wrong := mutual(strange.path("ca.pem"), trusted.path("client.pem"), trusted.path("client.key"))
+	if _, err := dial(t, address, wrong).Lookup(ctx, LookupRequest{Namespace: "encrypted"}); !errors.Is(err, ReasonNotAuthenticated) || ctx.Err() != nil {
+		t.Error(err)
+	}
+	for _, files := range [][3]string{{"", "", trusted.path("client.key")}, {"nowhere.pem", "", ""}, {trusted.path("client.key"), "", ""}, {"", trusted.path("client.pem"), ""}} {
 		if _, err := TLSFromFiles(files[0], files[1], files[2]); err == nil {
 			t.Errorf("%v were taken", files)
 		}

@@ -409,8 +409,18 @@ func TestWrongCredentialsAreRefused(t *testing.T) {
 	}
 }
 
+func TestAddressesThatAreSomeAreTaken(t *testing.T) {
+	for _, address := range []string{"localhost:1", "node-1.pion_x.local:50051", "10.0.0.1:1", "[::1]:1", "[fd00::4]:50051", "unix:/x"} {
+		client, err := Dial(address, Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		client.Close()
+	}
+}
+
 func TestAddressesThatAreNoneAreRefused(t *testing.T) {
-	for _, address := range []string{"", "host", "host:", ":50051", "host:0", "host:99999", "host:x", "unix:", "http://host:1"} {
+	for _, address := range []string{"", "host", "host:", ":50051", "host:0", "host:99999", "host:x", "unix:", "http://host:1", "a,b:1", "a:1,b:1", "ho st:1", "host\n:1", "[a,b]:1"} {
 		if client, err := Dial(address, Options{}); err == nil {
 			client.Close()
 			t.Errorf("%q was taken", address)

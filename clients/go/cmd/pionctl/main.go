@@ -64,7 +64,7 @@ func run(ctx context.Context, arguments []string, out, notes io.Writer) error {
 		return err
 	}
 	options := pion.Options{Tenant: *tenant, Password: os.Getenv("PION_PASSWORD")}
-	if *authorities != "" || *certificate != "" {
+	if *authorities != "" || *certificate != "" || *key != "" {
 		config, err := pion.TLSFromFiles(strings.TrimPrefix(*authorities, "system"), *certificate, *key)
 		if err != nil {
 			return err

@@ -143,6 +143,9 @@ func TestATenantIsNotShownTheReceipt(t *testing.T) {
 	if out := s.must("stat"); !strings.Contains(out, "tokens served") {
 		t.Error(out)
 	}
+	if out, err := s.pionctl("-tls-key", "client.key", "stat"); err == nil { // not in plain text without a word
+		t.Error(out)
+	}
 	t.Setenv("PION_PASSWORD", "secret")
 	if out := s.must("-tenant", "acme", "stat"); !strings.Contains(out, "version") || strings.Contains(out, "tokens served") {
 		t.Error(out)
