@@ -8,6 +8,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -283,6 +284,14 @@ def test_what_another_process_wrote_into_the_directory_is_not_overlooked(model, 
         assert_continues_as(model, cache, run(model, OTHER)[0])
 
 
+def resealed(entry, **changes):
+    """An entry with other contents, and a checksum that is right."""
+    entry = {**entry, **changes}
+    told = [entry[name] for name in ("chunk_id", "model", "tokens", "kept")]
+    checksum = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    return json.dumps({**entry, "checksum": checksum})
+
+
 DAMAGE = {
     "empty": lambda entry: "",
     "torn": lambda entry: json.dumps(entry)[:-5],
@@ -292,7 +301,13 @@ DAMAGE = {
     "a part missing": lambda entry: json.dumps({"format": 1}),
     "no token ids": lambda entry: json.dumps({**entry, "tokens": [-1]}),
     "not integers": lambda entry: json.dumps({**entry, "tokens": ["x"]}),
-    "a later format": lambda entry: json.dumps({**entry, "format": 2}),
+    "a later format": lambda entry: json.dumps({**entry, "format": 3}),
+    "nested too deeply": lambda entry: "[" * 100_000,
+    "other tokens": lambda entry: json.dumps({**entry, "tokens": [1, 2, 3]}),
+    "another word on the server": lambda entry: json.dumps({**entry, "kept": not entry["kept"]}),
+    "no checksum": lambda entry: json.dumps({**entry, "checksum": ""}),
+    "no tokens": lambda entry: resealed(entry, tokens=[]),
+    "tokens of another vocabulary": lambda entry: resealed(entry, tokens=[1, 10**6]),
     "another chunk": lambda entry: json.dumps({**entry, "chunk_id": "d"}),
     "another model": lambda entry: json.dumps({**entry, "model": "other"}),
 }
@@ -305,8 +320,26 @@ def test_a_damaged_manifest_is_not_believed(model, tmp_path, damaged):
         (path,) = tmp_path.iterdir()
         path.write_bytes(damaged(json.loads(path.read_text())).encode(errors="surrogateescape"))
         assert not retrieval.has("c")
+        with pytest.raises(KeyError):
+            retrieval.prepare("c", SUFFIX)
         assert retrieval.ingest("c", CHUNK).kept
         assert retrieval.has("c")
+
+
+def test_what_is_no_file_in_the_place_of_an_entry_does_not_raise(model, tmp_path):
+    with HybridRetrievalCache(model, directory=tmp_path) as retrieval:
+        retrieval.ingest("c", CHUNK)
+        (path,) = tmp_path.iterdir()
+        path.unlink()
+        path.symlink_to(path)
+        assert not retrieval.has("c")
+        assert retrieval.ingest("c", CHUNK).kept
+        assert retrieval.has("c")
+        path.unlink()
+        path.mkdir()
+        assert not retrieval.has("c")
+        with pytest.raises(KeyError):
+            retrieval.prepare("c", SUFFIX)
 
 
 # Neither texts nor servers
@@ -319,6 +352,27 @@ def test_what_are_no_token_ids_is_refused(retrieval, ids):
     retrieval.ingest("c", CHUNK)
     with pytest.raises(ValueError, match="token id"):
         retrieval.prepare("c", ids)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_ids_beyond_the_vocabulary_do_not_reach_the_model(quantized):
+    """MLX reads what lies behind the embedding, or dies."""
+    model = build("llama")
+    size = model.args.vocab_size
+    if quantized:
+        nn.quantize(model, 32, class_predicate=lambda _, one: isinstance(one, nn.Embedding))
+    with HybridRetrievalCache(model) as retrieval:
+        assert retrieval.ingest("c", [size - 1]).kept
+        retrieval.set_shared_stub([1])
+        for ids in ([size], [1, 10**6], [1 << 31], [(1 << 32) - 1]):
+            for refused in (
+                lambda ids=ids: retrieval.ingest("c", ids),
+                lambda ids=ids: retrieval.ingest_pack("c", ids),
+                lambda ids=ids: retrieval.set_shared_stub(ids),
+                lambda ids=ids: retrieval.prepare("c", ids),
+            ):
+                with pytest.raises(ValueError, match=f"not below {size}"):
+                    refused()
 
 
 def test_an_id_that_is_no_text_is_refused(retrieval):

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from pion_client import Client
 from pion_client.errors import PionError, Unavailable
-from pion_client.mlx import HybridRetrievalCache
+from pion_client.mlx import HybridRetrievalCache, PionPromptCache
 from pion_grpc.cli.decode import greedy
 from tests.mlx.families import build, tokens
 
@@ -183,6 +183,33 @@ def test_a_chunk_of_another_model_is_not_found(retrieval, client):
         also = theirs.ingest("c", CHUNK)
         assert also.namespace != done.namespace
     assert names(client) == {done.namespace, also.namespace}
+
+
+def test_tokens_beyond_the_vocabulary_are_not_run_because_a_server_has_them(
+    retrieval, client, model
+):
+    retrieval.ingest("c", CHUNK)
+    (prefix,) = client.list()
+    rows = client.fetch(prefix.namespace)
+    ids = [*CHUNK[:-1], 10**6]
+    client.store(
+        prefix.namespace,
+        layers=rows.layers,
+        slots=rows.slots,
+        token_ids=ids,
+        model=prefix.model,
+        replace=True,
+    )
+    with HybridRetrievalCache(model, backend="pion", client=client) as other:
+        assert not other.has("c")
+        with pytest.raises(KeyError):
+            other.prepare("c", SUFFIX)
+        assert other.ingest("c", CHUNK).replaced
+        assert answer(model, other.prepare("c", SUFFIX)[0]) == expected(model, CHUNK)
+    with PionPromptCache(model, client=client) as prompt_cache:
+        for call in (prompt_cache.get_or_prefill, prompt_cache.reuse):
+            with pytest.raises(ValueError, match="vocabulary"):
+                call(ids)
 
 
 def test_a_chunk_that_the_server_evicted_is_not_lost(retrieval, client, model):

@@ -7,9 +7,10 @@ has, and every cache is compared with them before it is used.
 
 A manifest on disk is one JSON file per chunk, named as the key is and replaced by renaming::
 
-    {"format": 1, "chunk_id": …, "model": …, "tokens": [ids], "kept": whether the server has said so}
+    {"format": 2, "chunk_id": …, "model": …, "tokens": [ids], "kept": whether the server has said so,
+     "checksum": 32 digits of the SHA-256 of the JSON of [chunk_id, model, tokens, kept]}
 
-What cannot be read, or is of another key or format, counts as unknown.
+What cannot be read, is of another key or format, or was changed, counts as unknown.
 """
 
 import collections
@@ -35,7 +36,7 @@ Cache = list[Any]
 Compute = Callable[[bytes], Cache]
 """Makes the cache of packed token ids with the model; nobody else has it."""
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Key(NamedTuple):
@@ -233,12 +234,13 @@ class Manifest:
             entry = json.loads(self._path(key.namespace).read_text("utf-8"))
             if (entry["format"], entry["chunk_id"], entry["model"]) != (FORMAT, *_names(key)):
                 return None
-            return Known(blocks.pack_token_ids(entry["tokens"]), bool(entry["kept"]))
-        except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
+            known = Known(blocks.pack_token_ids(entry["tokens"]), entry["kept"])
+            return known if entry["checksum"] == _checksum(key, known) else None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def put(self, key: Key, known: Known) -> None:
-        """Puts an entry in the place of the former one."""
+        """Puts an entry in the place of the former one. Raises OSError."""
         if self._directory is None:
             with self._lock:
                 self._known[key.namespace] = known
@@ -250,6 +252,7 @@ class Manifest:
             "model": model,
             "tokens": blocks.unpack_token_ids(known.token_ids),
             "kept": known.kept,
+            "checksum": _checksum(key, known),
         }
         _replace(self._path(key.namespace), json.dumps(entry))
 
@@ -300,6 +303,11 @@ def size_bytes(cache: Cache) -> int:
 
 def _names(key: Key) -> tuple[str, str]:
     return key.chunk_id, key.model
+
+
+def _checksum(key: Key, known: Known) -> str:
+    entry = [*_names(key), blocks.unpack_token_ids(known.token_ids), known.kept]
+    return _digest(json.dumps(entry).encode(), 32)
 
 
 def _digest(data: bytes, digits: int) -> str:

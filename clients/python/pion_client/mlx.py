@@ -58,6 +58,7 @@ from pion_client.residency import AttendByNamespace, Kept, NotResident, Residenc
 from pion_client.retrieval import HybridRetrievalCache
 from pion_client.tally import Tally
 from pion_client.values import PrefixInfo
+from pion_client.vocabulary import Vocabulary
 from pion_wire import blocks, limits
 
 __all__ = [
@@ -158,6 +159,7 @@ class PionPromptCache(AttendByNamespace):
         _check_options(admission_threshold, deadline_s, checkpoint_every)
         where = _address(address, host, port, given=client is not None)
         self._model = model
+        self._vocabulary = Vocabulary(model)
         self._model_id = model_id
         self._admission_threshold = admission_threshold
         self._deadline_s = deadline_s
@@ -210,10 +212,10 @@ class PionPromptCache(AttendByNamespace):
                 now, and is counted in `stats()["checkpoints_dropped"]`.
 
         Raises:
-            ValueError: there are no token ids, or they are none.
+            ValueError: there are no token ids, they are none, or none of this model.
             pion_client.errors.InvalidRequest: the namespace cannot be one.
         """
-        token_ids = _packed(prefix_ids)
+        token_ids = self._vocabulary.packed(prefix_ids)
         request = Request(token_ids, namespace, len(token_ids) // 4, tuple(checkpoints))
         cache, found = self._restored(request)
         if found.served and found.facts and found.prefix:
@@ -234,9 +236,9 @@ class PionPromptCache(AttendByNamespace):
         stored, call `get_or_prefill(prompt_ids[:-1])`.
 
         Raises:
-            ValueError: there are no token ids, or they are none.
+            ValueError: there are no token ids, they are none, or none of this model.
         """
-        token_ids = _packed(prompt_ids)
+        token_ids = self._vocabulary.packed(prompt_ids)
         request = Request(token_ids, None, len(token_ids) // 4 - 1)
         cache, found = self._restored(request)
         if found.unstorable:
@@ -712,13 +714,6 @@ def _plain(cache: Cache) -> bool:
     except UnsupportedCache:
         return False
     return True
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    packed = blocks.pack_token_ids(np.asarray(token_ids))
-    if not packed:
-        raise ValueError("there are no token ids")
-    return packed
 
 
 def _check_options(admission_threshold: int, deadline_s: float, checkpoint_every: int) -> None:

@@ -38,6 +38,7 @@ from pion_client.bundles import cache_suffix
 from pion_client.chunks import Backend, Cache, Compute, Held, Key, Known, Manifest, compact
 from pion_client.positions import PositionsFixed, Rotation
 from pion_client.tally import Tally
+from pion_client.vocabulary import Vocabulary
 from pion_wire import blocks
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class HybridRetrievalCache:
     ) -> None:
         mlx_core()
         self._model = model
+        self._vocabulary = Vocabulary(model)
         self._model_id = model_id
         self._vquant = vquant
         self._make_cache = make_cache or make_prompt_cache
@@ -172,9 +174,11 @@ class HybridRetrievalCache:
                 begins one, if the model wants it.
 
         Raises:
-            ValueError: there are no token ids, or they are none.
+            ValueError: there are no token ids, they are none, or none of this model.
         """
-        return self._ingested(self._key(chunk_id), _packed(chunk_ids), self._computed)
+        return self._ingested(
+            self._key(chunk_id), self._vocabulary.packed(chunk_ids), self._computed
+        )
 
     def has(self, chunk_id: str) -> bool:
         """Whether `prepare` knows this chunk, for this model; False too if only a silent server does."""
@@ -195,7 +199,7 @@ class HybridRetrievalCache:
             ValueError: there are no suffix ids, or they are none.
             PionError: only the server can know the chunk, and it is out of reach.
         """
-        rest = blocks.unpack_token_ids(_packed(suffix_ids))
+        rest = blocks.unpack_token_ids(self._vocabulary.packed(suffix_ids))
         cache = self._cache(self._key(chunk_id), self._computed)
         self._tally.add("prepared")
         return cache, rest
@@ -224,9 +228,9 @@ class HybridRetrievalCache:
         Raises:
             PositionsFixed: keys of this model cannot be moved (interleaved or scaled RoPE, a sliding
                 window, recurrent state, …).
-            ValueError: there are no token ids, or they are none.
+            ValueError: there are no token ids, they are none, or none of this model.
         """
-        self._stub = self._made_stub(_packed(stub_ids))
+        self._stub = self._made_stub(self._vocabulary.packed(stub_ids))
 
     def ingest_pack(self, chunk_id: str, chunk_ids: Sequence[int]) -> Ingested:
         """Has a chunk computed behind the stub, for `prepare_multi`; otherwise as `ingest`.
@@ -237,11 +241,11 @@ class HybridRetrievalCache:
 
         Raises:
             RuntimeError: there is no stub yet.
-            ValueError: there are no token ids, or they are none.
+            ValueError: there are no token ids, they are none, or none of this model.
         """
         stub = self._current_stub()
         key = self._pack_key(chunk_id, stub)
-        return self._ingested(key, _packed(chunk_ids), self._computed_behind(stub))
+        return self._ingested(key, self._vocabulary.packed(chunk_ids), self._computed_behind(stub))
 
     def has_pack(self, chunk_id: str) -> bool:
         """Whether `prepare_multi` knows this chunk behind the present stub; otherwise as `has`."""
@@ -268,7 +272,7 @@ class HybridRetrievalCache:
         """
         if isinstance(chunk_ids, str) or not 1 <= len(chunk_ids) <= max_packs:
             raise ValueError(f"a list of 1 to {max_packs} packs is needed, not {chunk_ids!r}")
-        rest = blocks.unpack_token_ids(_packed(suffix_ids))
+        rest = blocks.unpack_token_ids(self._vocabulary.packed(suffix_ids))
         stub = self._current_stub()
         compute = self._computed_behind(stub)
         packs = [self._cache(self._pack_key(name, stub), compute) for name in chunk_ids]
@@ -319,10 +323,14 @@ class HybridRetrievalCache:
         return (self._model_id or identity.model_id(self._model)) + self._suffix
 
     def _has(self, key: Key) -> bool:
-        return self._manifest.get(key) is not None or self._backend.has(key)
+        return self._known(key) is not None or self._backend.has(key)
+
+    def _known(self, key: Key) -> Known | None:
+        known = self._manifest.get(key)
+        return known if known and self._vocabulary.has(known.token_ids) else None
 
     def _ingested(self, key: Key, token_ids: bytes, compute: Compute) -> Ingested:
-        known = self._manifest.get(key)
+        known = self._known(key)
         done = self._backend.keep(key, token_ids, compute)
         replaced = done.replaced or (known is not None and known.token_ids != token_ids)
         self._learned(key, known, Known(token_ids, done.kept))
@@ -332,7 +340,7 @@ class HybridRetrievalCache:
         return Ingested(key.chunk_id, count, key.namespace, done.computed, replaced, done.kept)
 
     def _cache(self, key: Key, compute: Compute) -> Cache:
-        known = self._manifest.get(key)
+        known = self._known(key)
         cache, now = self._backend.cache(key, known, compute)
         self._learned(key, known, now)
         return cache
@@ -394,12 +402,3 @@ def _text(chunk_id: str) -> str:
     if not isinstance(chunk_id, str):
         raise TypeError(f"a chunk's id is a text, not {chunk_id!r}")
     return chunk_id
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    if isinstance(token_ids, str | bytes):
-        raise ValueError("token ids are needed, not a text: encode it first")
-    packed = blocks.pack_token_ids(np.asarray(token_ids))
-    if not packed:
-        raise ValueError("there are no token ids")
-    return packed

@@ -18,6 +18,7 @@ from pion_client.client import Client
 from pion_client.errors import DeadlineExceeded, InvalidRequest, PionError, Unavailable
 from pion_client.mlx import PionPromptCache
 from pion_client.values import MissReason, PrefixInfo
+from pion_client.vocabulary import Vocabulary
 from pion_wire import blocks
 
 STORES_MAX = 3
@@ -58,6 +59,7 @@ class Served:
     ) -> None:
         if address and client:
             raise ValueError("give one of address and client")
+        self._vocabulary = Vocabulary(model)
         self._deadline_s = deadline_s
         self._breaker = Breaker()
         self._alone = 0
@@ -107,7 +109,7 @@ class Served:
         wanted = key.stub + known.token_ids if known else b""
         try:
             there = self._tokens(key, wanted)
-            if known is None or (known.kept and _belongs(there, key)):
+            if known is None or (known.kept and self._belongs(there, key)):
                 wanted = there
             elif there not in (b"", wanted):
                 self._drop(key)
@@ -116,7 +118,7 @@ class Served:
                 raise silent.why from None
             self._alone += 1
             return compute(known.token_ids), known
-        if not _belongs(wanted, key):
+        if not self._belongs(wanted, key):
             raise unknown(key)
         cache = self._prompt_cache.get_or_prefill(blocks.unpack_token_ids(wanted), key.namespace)
         # What the server evicted is stored again, and still what the server says from then on.
@@ -127,7 +129,7 @@ class Served:
     def has(self, key: Key) -> bool:
         """Whether the server has it; False if it is silent."""
         try:
-            return bool(self._tokens(key, b""))
+            return self._belongs(self._tokens(key, b""), key)
         except _Silent:
             return False
 
@@ -181,6 +183,15 @@ class Served:
         )
         return fetched.packed_token_ids if fetched else b""
 
+    def _belongs(self, token_ids: bytes, key: Key) -> bool:
+        """Whether these can be the tokens of a key: behind its stub, more than that, and the model's."""
+        return (
+            len(token_ids) % 4 == 0
+            and len(token_ids) > len(key.stub)
+            and token_ids.startswith(key.stub)
+            and self._vocabulary.has(token_ids)
+        )
+
     def _drop(self, key: Key) -> bool:
         with self._answering():
             return self._client.drop(key.namespace, timeout_s=self._deadline_s)[0]
@@ -201,12 +212,3 @@ class Served:
                 self._breaker.succeeded()
             raise _Silent(error) from error
         self._breaker.succeeded()
-
-
-def _belongs(token_ids: bytes, key: Key) -> bool:
-    """Whether these can be the tokens of a key: behind its stub, and more than that."""
-    return (
-        len(token_ids) % 4 == 0
-        and len(token_ids) > len(key.stub)
-        and token_ids.startswith(key.stub)
-    )
