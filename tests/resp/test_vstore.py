@@ -12,6 +12,7 @@ from tests.resp.wire import Refused, Wire, fields
 
 D = 64
 RNG = np.random.default_rng(20260928)
+TOO_FAR = "ERR end must not exceed 200000"
 FORMATS = ("int8", "turbo4", "turbo3", "turbo2", "fp16", "fp8", "mlx4g32")
 
 
@@ -251,6 +252,9 @@ def test_values_that_would_spoil_their_neighbours_are_refused(wire: Wire, name: 
         (("f", 0, "RANGE", 5, 5), "ERR invalid RANGE: end must exceed start (>=0)"),
         (("f", 0, "RANGE", -1, 5), "ERR invalid RANGE: end must exceed start (>=0)"),
         (("f", "BATCH", 5, 4), "ERR V.FETCH BATCH invalid range: end must exceed start (>=0)"),
+        (("f", 0, "RANGE", 0, 200_001), TOO_FAR),
+        (("f", 0, "RANGE", 199_999, 2**63 - 1), TOO_FAR),
+        (("f", "BATCH", 0, 2**63 - 1), TOO_FAR),
         (("f", 0, 1, "FMT", "NATIVE"), "ERR FMT NATIVE requires the RANGE or BATCH form"),
         (("f", 0, ""), "ERR no token IDs provided"),
         (("f", 0, "RANGE", 1), "ERR V.FETCH RANGE requires: sid layer RANGE start end"),
@@ -277,6 +281,27 @@ def test_a_range_far_beyond_the_end_costs_no_memory(wire: Wire) -> None:
     assert size == 100_000 * 8_192 * 4  # 3.3 GB, of which the first is read
     assert wire.file.read(1 << 20) == bytes(1 << 20)
     wire.close()
+
+
+def test_what_was_never_sent_is_not_counted(start_resp: Callable[..., Resp]) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+
+    def served() -> int:
+        words = wire("PION.STATS")
+        return int(words[words.index(b"kvprefix_bytes_served") + 1])
+
+    wire("V.CREATE", "cut", 8_192, "VQUANT", "fp16")
+    wire("V.STOREBATCH", "cut", 0, 0, 1, bytes(8_192 * 4))
+    assert len(wire("V.FETCH", "cut", 0, "RANGE", 0, 1)) == 8_192 * 4
+    assert served() == 8_192 * 4
+    assert len(wire("V.FETCH", "cut", "BATCH", 0, 100)[0]) == 100 * 8_192 * 4
+    assert served() == 101 * 8_192 * 4
+    greedy = resp.connect()
+    greedy.send("V.FETCH", "cut", 0, "RANGE", 0, 200_000)  # 6.5 GB, of which the first is read
+    assert greedy.file.read(1 << 20)
+    greedy.close()
+    assert 101 * 8_192 * 4 < served() < 500 << 20
 
 
 def test_ids_beyond_the_thousandth_are_left_out(wire: Wire) -> None:

@@ -16,7 +16,6 @@ from pion_grpc.resp.reply import (
     Buffer,
     Reply,
     ReplyError,
-    Version,
     array_header,
     bulk_header,
     encode,
@@ -261,9 +260,10 @@ def _send(call: Call, reading: SessionReading, rows: _Rows) -> Answer:
     present = [layer for layer in rows.layers if reading.row_count(layer) > rows.begin]
     count = rows.end - rows.begin
     size = sum(reading.row_bytes(layer) * count for layer in present)
-    call.services.sessions.fetched(call.tenant, count * len(rows.layers), size)
+    call.services.sessions.fetched(call.tenant, count * len(rows.layers), 0)
     if size >= STREAMED_BYTES_MIN:
-        return Streamed(_pieces(reading, rows, call.client.version), reading.close)
+        return Streamed(_pieces(call, reading, rows), reading.close)
+    call.services.sessions.fetched(call.tenant, 0, size)
     with reading.guarded():
         replies: list[Reply] = [
             b"".join(reading.rows(layer, rows.begin, rows.end)) if layer in present else None
@@ -272,22 +272,28 @@ def _send(call: Call, reading: SessionReading, rows: _Rows) -> Answer:
     return replies if rows.as_array else replies[0]
 
 
-def _pieces(reading: SessionReading, rows: _Rows, version: Version) -> Iterator[Buffer]:
+def _pieces(call: Call, reading: SessionReading, rows: _Rows) -> Iterator[Buffer]:
     with reading.guarded():
         if rows.as_array:
             yield array_header(len(rows.layers))
         for layer in rows.layers:
             if reading.row_count(layer) <= rows.begin:
-                yield from encode(None, version)
+                yield from encode(None, call.client.version)
                 continue
             yield bulk_header(reading.row_bytes(layer) * (rows.end - rows.begin))
-            yield from reading.rows(layer, rows.begin, rows.end)
+            for piece in reading.rows(layer, rows.begin, rows.end):
+                # As it goes: of what a client asks for it may take but the beginning.
+                call.services.sessions.fetched(call.tenant, 0, len(piece))
+                yield piece
             yield CRLF
 
 
 def _range(call: Call, at: int, refusal: str) -> tuple[int, int]:
     begin = call.integer(at, 0, ROWS_MAX, refusal)
-    return begin, call.integer(at + 1, begin + 1, refusal=refusal)
+    end = call.integer(at + 1, begin + 1, refusal=refusal)
+    if end > ROWS_MAX:
+        raise ReplyError(f"ERR end must not exceed {ROWS_MAX}")
+    return begin, end
 
 
 def _wants_native(call: Call, at: int) -> bool:
