@@ -83,7 +83,9 @@ extension PionClient {
         session: String, layer: Int, heads: Int, rows: Int, headDim: Int, k: [Float], v: [Float],
         timeout: Duration? = nil
     ) async throws -> Warmed {
-        guard k.count == heads * rows * headDim, v.count == k.count else {
+        try PionError.check32("rows", layer, heads, rows, headDim)
+        let size = Double(heads) * Double(rows) * Double(headDim)  // may be more than an Int holds
+        guard Double(k.count) == size, v.count == k.count else {
             throw PionError(
                 .invalid, "\(k.count) and \(v.count) values are not \(heads) heads of \(rows) rows of \(headDim)",
                 metadata: ["field": "k"])
@@ -110,6 +112,8 @@ extension PionClient {
         session: String, namespace: String, heads: Int? = nil, headDim: Int? = nil, layers: [Int] = [],
         generation: UInt64? = nil, rows: UInt64? = nil, timeout: Duration? = nil
     ) async throws -> Warmed {
+        try PionError.check32("heads", heads ?? 0, headDim ?? 0)
+        try PionError.check32("layers", layers)
         rememberWarmed(session, from: namespace)  // to the node that holds it
         let header = Pion_V1_AttendStoreHeader.with {
             $0.session = session
@@ -152,6 +156,7 @@ extension PionClient {
     public func attendLookup(
         session: String, layers: [Int], timeout: Duration? = nil
     ) async throws -> [AttendEntry] {
+        try PionError.check32("layers", layers)
         let request = Pion_V1_AttendLookupRequest.with {
             $0.session = session
             $0.layers = layers.map(UInt32.init)
@@ -177,6 +182,7 @@ extension PionClient {
 
     /// Forgets one layer of a session, or all; returns how many there were.
     public func attendDrop(session: String, layer: Int? = nil, timeout: Duration? = nil) async throws -> Int {
+        try PionError.check32("layer", layer ?? 0)
         let request = Pion_V1_AttendDropRequest.with {
             $0.session = session
             if let layer { $0.layer = UInt32(layer) }
@@ -189,6 +195,7 @@ extension PionClient {
 
     /// Answers one query, as a call of its own. Whoever asks many uses `withAttendStream`.
     public func attendQuery(_ query: AttendQuery, timeout: Duration? = nil) async throws -> AttendAnswer {
+        try query.check()
         let answer = try await ask(
             Service.attend.method("Query"), query.message, route: route(ofAttend: query.session), timeout: timeout,
             answer: Pion_V1_AttendQueryResponse.self)
@@ -256,6 +263,7 @@ public final class AttendStream: Sendable {
     /// - Throws: `PionError`: what the server says about this query, then the stream goes on; or what ended the
     ///   stream, then every further query throws the same.
     public func query(_ query: AttendQuery) async throws -> AttendAnswer {
+        try query.check()
         let id = state.withLock { state in
             state.lastID += 1
             return state.lastID
@@ -322,6 +330,23 @@ public final class AttendStream: Sendable {
 }
 
 extension AttendQuery {
+    /// Refuses numbers that `message` could not hold.
+    func check() throws {
+        try PionError.check32("query", layer, heads, headDim)
+        switch kind {
+        case .dense(let queries):
+            try PionError.check32("queries", queries)
+        case .fused(let queries, let suffixRows, _, _):
+            try PionError.check32("queries", queries, suffixRows)
+        case .sparse(_, _, let indicesPerHead):
+            try PionError.check32("indices_per_head", indicesPerHead)
+        case .sparseAuto(let blockRows, let blocks, _):
+            try PionError.check32("blocks", blockRows, blocks)
+        case .sparseAutoFused(let blockRows, let blocks, _, let suffixRows, _, _):
+            try PionError.check32("blocks", blockRows, blocks, suffixRows)
+        }
+    }
+
     var message: Pion_V1_AttendQueryRequest {
         .with {
             $0.session = session

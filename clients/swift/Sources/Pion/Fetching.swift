@@ -23,6 +23,7 @@ extension PionClient {
         _ source: FetchSource, rows: Range<UInt64>? = nil, slots: [Int] = [], partKinds: [String] = [],
         timeout: Duration? = nil
     ) async throws -> Prefix? {
+        try PionError.check32("slots", slots)
         let fetching = Fetching(Reception(bytesMax: options.fetchBytesMax))
         let request = fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
         try await fetch(request, source, fetching, deadline: Deadline(timeout)) { _ in }
@@ -42,6 +43,7 @@ extension PionClient {
         _ source: FetchSource, rows: Range<UInt64>? = nil, slots: [Int] = [], partKinds: [String] = [],
         timeout: Duration? = nil, to take: @Sendable @escaping (Announced, Arrived) async throws -> Void
     ) async throws -> Announced? {
+        try PionError.check32("slots", slots)
         let fetching = Fetching(Reception(bytesMax: options.fetchBytesMax, keeps: false))
         let request = fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
         try await fetch(request, source, fetching, deadline: Deadline(timeout)) { arrived in

@@ -190,6 +190,7 @@ extension PionClient {
                 .invalid, "\(tensor.layout.name) has \(tensor.data.count) bytes, not \(tokenIDs.count - base) rows",
                 metadata: ["field": "tensors"])
         }
+        try PionError.check32("parts", parts.map(\.info.slot))
         let layout: Layout
         do {
             layout = try Layout(tensors.map(\.layout))

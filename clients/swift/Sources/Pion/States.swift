@@ -25,6 +25,7 @@ extension PionClient {
     public func storeState(
         session: String, layer: Int, _ state: SSMState, durability: Durability = .process, timeout: Duration? = nil
     ) async throws -> UInt64 {
+        try PionError.check32("layer", layer)
         let header = Pion_V1_SSMStateStoreHeader.with {
             $0.session = session
             $0.layer = UInt32(layer)
@@ -53,6 +54,7 @@ extension PionClient {
 
     /// Brings a recurrent state back; nil is a miss. A stream that breaks goes on where it broke.
     public func fetchState(session: String, layer: Int, timeout: Duration? = nil) async throws -> SSMState? {
+        try PionError.check32("layer", layer)
         let deadline = Deadline(timeout)
         let arriving = Mutex(StateReception(bytesMax: options.fetchBytesMax))
         var fruitless = 0
@@ -89,6 +91,7 @@ extension PionClient {
 
     /// Drops one layer of a session, or all; returns how many values it had.
     public func dropState(session: String, layer: Int? = nil, timeout: Duration? = nil) async throws -> Int {
+        try PionError.check32("layer", layer ?? 0)
         let request = Pion_V1_SSMStateDropRequest.with {
             $0.session = session
             if let layer { $0.layer = UInt32(layer) }

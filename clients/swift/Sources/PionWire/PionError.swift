@@ -79,5 +79,18 @@ public struct PionError: Error, Sendable, Hashable, CustomStringConvertible {
         }
     }
 
+    /// Refuses numbers that 32 bits do not hold, as they travel, instead of trapping.
+    public static func check32(_ field: String, _ numbers: Int...) throws {
+        try check32(field, numbers)
+    }
+
+    /// Refuses numbers that 32 bits do not hold, as they travel, instead of trapping.
+    public static func check32(_ field: String, _ numbers: [Int]) throws {
+        for number in numbers where UInt32(exactly: number) == nil {
+            throw PionError(
+                .invalid, "\(field): \(number) is not between 0 and \(UInt32.max)", metadata: ["field": field])
+        }
+    }
+
     static func badAnswer(_ message: String) -> PionError { PionError(.badAnswer, message) }
 }

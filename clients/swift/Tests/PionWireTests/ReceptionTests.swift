@@ -165,6 +165,12 @@ private func refused(_ reason: Reason, _ body: () throws -> Void) {
     #expect(PionError(.notAllowed, "", fromTransport: true).pauseBeforeAskingAgain == nil)
 }
 
+@Test func numbersThatDoNotTravelAreRefused() throws {
+    try PionError.check32("layer", 0, Int(UInt32.max))
+    refused(.invalid) { try PionError.check32("layer", 0, -1) }
+    refused(.invalid) { try PionError.check32("slots", [Int(UInt32.max) + 1]) }
+}
+
 @Test func theNewestRoutesAreRemembered() {
     var routes = Routes()
     for i in 0..<2 * Routes.countMax + 1 { routes.remember("\(i)", "x") }
