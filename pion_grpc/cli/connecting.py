@@ -89,6 +89,16 @@ def tls(options: argparse.Namespace) -> Tls | None:
     return given if given != Tls() and not options.address.startswith("unix:") else None
 
 
+def one_node_asked(address: str) -> str:
+    """What to say beside that nothing is there: through a proxy that is one node's answer."""
+    if "," in address:
+        return ""
+    return (
+        "through a mesh's proxy only the node that the name belongs to was asked: ask all of them with "
+        "--address SERVER,SERVER,… (nodes.txt of the mesh)"
+    )
+
+
 def _advice(address: str, error: errors.PionError) -> str:
     if isinstance(error, errors.Unavailable) and error.from_transport:
         listen = "" if address == DEFAULT_ADDRESS else f" --listen {address}"

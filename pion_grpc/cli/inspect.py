@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pion_client.errors import NotAllowed
 from pion_client.values import Description, PrefixInfo, Receipt
-from pion_grpc.cli.connecting import connected
+from pion_grpc.cli.connecting import connected, one_node_asked
 from pion_grpc.cli.output import pairs, printable, seconds, show, size, table
 from pion_wire.layout import Layout
 
@@ -85,6 +85,8 @@ def drop(options: argparse.Namespace) -> int:
     def render(console: Console) -> None:
         for name, was_stored in results:
             console.print(f"{printable(name)}: {'dropped' if was_stored else 'was not stored'}")
+        if not all(dropped) and (hint := one_node_asked(options.address)):
+            console.print(hint)
 
     value = {"results": [{"namespace": name, "dropped": done} for name, done in results]}
     show(options, value, render)

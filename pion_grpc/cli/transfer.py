@@ -24,9 +24,10 @@ from pion_client import Client, answers
 from pion_client.connection import STREAM_TIMEOUT_S, Connection, Watchdog
 from pion_client.errors import BadAnswer
 from pion_client.fetching import Announced, announced_by
+from pion_client.routes import by_name
 from pion_client.values import PrefixInfo, Stored
 from pion_grpc import errors as core_errors
-from pion_grpc.cli.connecting import Wire, connected, wired
+from pion_grpc.cli.connecting import Wire, connected, one_node_asked, wired
 from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.cli.output import Advance, printable, progress, show, size
 from pion_grpc.core.order import PartOrder, RowOrder
@@ -58,7 +59,7 @@ def export_prefix(options: argparse.Namespace) -> int:
     target: Path = options.file
     _check_target(target, force=options.force)
     with connected(options) as client, wired(options) as wire:
-        info = _stored(client, options.name)
+        info = _stored(client, options)
         what = f"exporting {info.namespace}"
         with progress(options, what) as advance, _writing(target) as scratch:
             written = _download(wire.connection, info, scratch, advance)
@@ -124,13 +125,15 @@ class _Written(NamedTuple):
     token_ids_count: int
 
 
-def _stored(client: Client, name: str) -> PrefixInfo:
+def _stored(client: Client, options: argparse.Namespace) -> PrefixInfo:
     """Returns what is stored under a name. `list` asks without counting a hit or a miss."""
+    name: str = options.name
     found = next(client.list(name), None)  # of all names that begin so, itself is the first
     if found is None or found.namespace != name:
-        raise CommandFailed(
-            f"nothing is stored as {name!r}: `pion-grpc ls` shows what is", reason="NOT_STORED"
-        )
+        text = f"nothing is stored as {name!r}: `pion-grpc ls` shows what is"
+        if hint := one_node_asked(options.address):
+            text = f"{text}; {hint}"
+        raise CommandFailed(text, reason="NOT_STORED")
     if not found.token_count:
         raise CommandFailed(f"{name!r} holds no rows yet", reason="NO_ROWS")
     return found
@@ -237,24 +240,28 @@ def _request(
 
 @contextlib.contextmanager
 def _fetching(connection: Connection, request: pb.PrefixStoreFetchRequest) -> Iterator[_Stream]:
-    watchdog = Watchdog(STALL_S)
-    with connection.calling() as stubs:
-        call: Any = stubs.fetch(
-            request.SerializeToString(),
-            timeout=STREAM_TIMEOUT_S,
-            metadata=connection.metadata(request.namespace),
-        )
-        with watchdog.over(call):
-            messages = _messages(call, watchdog)
-            header = next(messages, None)
-            if not isinstance(header, HeaderBytes):
-                raise BadAnswer("the stream does not begin with a header")
-            message = pb.PrefixStoreFetchHeader.FromString(bytes(header.message))
-            if not message.found:
-                raise CommandFailed(
-                    f"{request.namespace!r} was dropped a moment ago", reason="NOT_STORED"
-                )
-            yield _Stream(announced_by(message), _chunks(messages))
+    # Where all nodes are known, the one that has it is known to none but itself.
+    for route in connection.everywhere or (by_name(request.namespace),):
+        watchdog = Watchdog(STALL_S)
+        with connection.calling() as stubs:
+            call: Any = stubs.fetch(
+                request.SerializeToString(),
+                timeout=STREAM_TIMEOUT_S,
+                metadata=connection.metadata(route),
+            )
+            with watchdog.over(call):
+                messages = _messages(call, watchdog)
+                header = next(messages, None)
+                if not isinstance(header, HeaderBytes):
+                    raise BadAnswer("the stream does not begin with a header")
+                message = pb.PrefixStoreFetchHeader.FromString(bytes(header.message))
+                if message.found:
+                    yield _Stream(announced_by(message), _chunks(messages))
+                    return
+    raise CommandFailed(
+        f"{request.namespace!r} was dropped a moment ago, or is on a node that was not asked",
+        reason="NOT_STORED",
+    )
 
 
 def _messages(call: Any, watchdog: Watchdog) -> Iterator[HeaderBytes | Chunk]:

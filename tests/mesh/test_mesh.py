@@ -6,6 +6,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from pion_client import (
     errors,
 )
 from pion_client.ring import Ring
+from pion_grpc.cli.main import main
 from pion_wire.blocks import pack_token_ids, route_key
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import prefix_store_pb2_grpc
@@ -189,6 +191,36 @@ def test_a_prefix_shorter_than_a_block_is_found_as_the_guide_says(stored: Shelf)
                 base=len(short.token_ids),
             )
         client.drop(short.name)
+
+
+def test_no_command_says_of_what_is_stored_that_it_is_not(
+    stored: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: str, *arguments: str, address: str) -> tuple[int, str]:
+        tls = stored.tls
+        flags = ["--address", address, "--password-file", str(stored.directory / "password")]
+        flags += ["--tls-ca", str(tls.ca), "--tls-cert", str(tls.cert), "--tls-key", str(tls.key)]
+        status = main([command, *arguments, *flags])
+        shown = capsys.readouterr()
+        return status, " ".join((shown.out + shown.err).split())
+
+    ring = Ring(stored.keys)
+    some = [p for p in prompts(60, first=9_400) if ring.node(p.name) != ring.node(p.route)][:6]
+    assert some
+    proxy, servers = f"127.0.0.1:{stored.node('a').port}", ",".join(stored.keys)
+    with stored.client() as client:
+        for prompt in some:
+            prompt.store(client)
+    for prompt in some:
+        file = tmp_path / str(prompt.number)
+        for command in (["export", prompt.name, str(file)], ["drop", prompt.name]):
+            status, said = run(*command, address=proxy)
+            assert status == 1
+            assert "only the node that the name belongs to was asked" in said
+            status, said = run(*command, address=servers)
+            assert status == 0, said
+            assert "only the node" not in said
+        assert file.stat().st_size > sum(side.nbytes for pair in prompt.layers for side in pair)
 
 
 def test_a_declared_layout_binds_the_store_that_follows(stored: Shelf) -> None:
