@@ -208,9 +208,9 @@ CONFIGS = {
 
 
 def build(family, dtype="float32", **changes):
-    """A model of a family; with an even dtype of `bfloat16`, its f32 parameters are cast."""
+    """A model of a family, its parameters cast; one that is not in `CONFIGS` needs `changes`."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    config = {"model_type": family, **CONFIGS[family], **changes}
+    config = {"model_type": family, **CONFIGS.get(family, _SMALL), **changes}
     mx.random.seed(7)
     model = module.Model(module.ModelArgs.from_dict(config))
 

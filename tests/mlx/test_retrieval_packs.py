@@ -255,12 +255,20 @@ def test_a_model_with_other_weights_does_not_get_the_stub_of_the_former():
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+SCALED = {"num_hidden_layers": 2, "head_dim": 16}
+BETA = {
+    "rope_theta": 1e4,
+    "type": "default",
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 8192,  # far behind where a model is probed
+}
 REFUSED = {
     "interleaved": ("llama", {"rope_traditional": True}, "interleaved RoPE"),
     "linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "scaled by 0.5"),
     "llama3": ("llama", {"rope_scaling": LLAMA3}, "Llama3RoPE is no plain RoPE"),
     "yarn": ("llama", {"rope_scaling": YARN}, "YarnRoPE is no plain RoPE"),
     "latent": ("deepseek_v3", {}, "interleaved RoPE|no rows to move"),
+    "scaled attention": ("ministral3", {**SCALED, "rope_parameters": BETA}, "scaling_beta"),
     "window": ("gemma3_text", {}, "RotatingKVCache: it has no rows to move"),
     "recurrent": ("rwkv7", {}, "ArraysCache: it has no rows to move"),
     "hybrid": ("qwen3_next", {}, "ArraysCache: it has no rows to move"),
@@ -276,6 +284,11 @@ def test_a_model_whose_positions_are_fixed_is_refused(family, changes, why):
             retrieval.ingest_pack("p", PACKS["p0"])
         retrieval.ingest("c", PACKS["p0"])  # which is no reason not to keep chunks
         assert retrieval.prepare("c", SUFFIX)[1] == SUFFIX
+
+
+def test_attention_that_is_scaled_by_nothing_is_no_reason_to_refuse():
+    model = build("ministral3", **SCALED, rope_parameters={**BETA, "llama_4_scaling_beta": 0})
+    assert len(rotations(model)) == len(model.layers)
 
 
 class Learned(llama.Model):

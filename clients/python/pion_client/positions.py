@@ -10,14 +10,16 @@ each pair of values of a key by an angle that is the position times a frequency,
 (Su et al., RoFormer, 2021, §3.2.2; in the layout of halves, not of neighbours.)
 
 The one decision: a model is believed when it has been asked. What is known not to be movable is refused
-with its reason, from the classes of its caches and rotations. Then a few tokens are run twice, at two
-places, and what the formula makes of the first run's keys is compared with the second's, layer by layer:
-positions that enter anywhere else (learned ones, scaled attention, a key of which another share is
-turned) show as a difference, in architectures too that nobody has thought of here.
+with its reason, from the classes of its caches and rotations, and from arguments by which attention
+grows with the position: behind thousands of tokens, where nobody looks. Then a few tokens are run
+twice, at two places, and what the formula makes of the first run's keys is compared with the second's,
+layer by layer: positions that enter anywhere else (learned ones, scaled attention, a key of which
+another share is turned) show as a difference, in architectures too that nobody has thought of here.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -31,6 +33,10 @@ PROBE_SHIFT = 1_000
 PROBE_DIFFERENCE_MAX = 0.05
 """Root mean square of the difference over that of the rows. Rounding of 16-bit types makes 0.01; a
 rotation of another kind makes 1."""
+
+
+_SCALING = ("llama_4_scaling_beta", "attn_temperature_tuning")
+"""Arguments of models whose queries are scaled by their position, unless they are 0."""
 
 
 class PositionsFixed(NotImplementedError):
@@ -91,9 +97,23 @@ def rotations(model: Any, cache: Sequence[Any] | None = None) -> list[Rotation]:
     layers = getattr(model, "layers", ())
     if len(layers) != len(cache):
         raise PositionsFixed(f"{len(layers)} layers have {len(cache)} caches")
+    arguments = _arguments(getattr(model, "args", None))
+    scaled = {name for name, value in arguments if name in _SCALING and value}
+    if scaled:
+        raise PositionsFixed(f"attention is scaled by the position: {', '.join(sorted(scaled))}")
     found = [_rotation(index, layer) for index, layer in enumerate(layers)]
     _probe(model, found)
     return found
+
+
+def _arguments(arguments: Any) -> Iterator[tuple[str, Any]]:
+    """Yields names and values of arguments, and of those within them."""
+    if dataclasses.is_dataclass(arguments):
+        arguments = vars(arguments)
+    if isinstance(arguments, Mapping):
+        for name, value in arguments.items():
+            yield str(name), value
+            yield from _arguments(value)
 
 
 def _rotation(index: int, layer: Any) -> Rotation:
