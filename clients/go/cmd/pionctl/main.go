@@ -30,6 +30,9 @@ Commands:
   put FILE [NAME]  store the prefix of such a file
   time NAME [N]    fetch a prefix N times (5) and say how long each took
 
+A proxy of several nodes asks one of them, the one that the name leads to: a prefix that was stored with token
+ids may be on another. With the nodes themselves in -address, one after the other, all of them are asked.
+
 The password comes from PION_PASSWORD; the other flags' defaults from PION_ADDRESS, PION_TENANT,
 PION_TLS_CA, PION_TLS_CERT and PION_TLS_KEY.
 
@@ -54,7 +57,7 @@ func run(ctx context.Context, arguments []string, out, notes io.Writer) error {
 		fmt.Fprint(notes, usage)
 		flags.PrintDefaults()
 	}
-	address := flags.String("address", orElse(os.Getenv("PION_ADDRESS"), "127.0.0.1:50051"), "HOST:PORT or unix:PATH of the server")
+	address := flags.String("address", orElse(os.Getenv("PION_ADDRESS"), "127.0.0.1:50051"), "HOST:PORT or unix:PATH of the server; to ask all nodes of a mesh, all of theirs with commas between them")
 	tenant := flags.String("tenant", os.Getenv("PION_TENANT"), "the tenant")
 	authorities := flags.String("tls-ca", os.Getenv("PION_TLS_CA"), "encrypt, and trust the certificates of this PEM `file`; \"system\": the system's")
 	certificate := flags.String("tls-cert", os.Getenv("PION_TLS_CERT"), "show the certificate of this PEM `file`")
@@ -71,47 +74,85 @@ func run(ctx context.Context, arguments []string, out, notes io.Writer) error {
 		}
 		options.TLS = config
 	}
-	client, err := pion.Dial(*address, options)
-	if err != nil {
-		return err
+	var all nodes
+	for _, address := range strings.Split(*address, ",") {
+		client, err := pion.Dial(address, options)
+		if err != nil {
+			return err
+		}
+		defer client.Close()
+		all = append(all, node{address, client})
 	}
-	defer client.Close()
 
 	command, rest := flags.Arg(0), flags.Args()[min(1, flags.NArg()):]
 	switch {
 	case command == "ls" && len(rest) <= 1:
-		return list(ctx, client, strings.Join(rest, ""), out)
+		return list(ctx, all, strings.Join(rest, ""), out)
 	case command == "stat" && len(rest) == 0:
-		return describe(ctx, client, out)
+		return describe(ctx, all, out)
 	case command == "stat" && len(rest) == 1:
-		return stat(ctx, client, rest[0], out)
+		return stat(ctx, all, rest[0], out)
 	case command == "get" && len(rest) == 2:
-		return get(ctx, client, rest[0], rest[1], *replace, out, notes)
+		return get(ctx, all, rest[0], rest[1], *replace, out, notes)
 	case command == "time" && (len(rest) == 1 || len(rest) == 2):
-		return timed(ctx, client, rest[0], orElse(strings.Join(rest[1:], ""), "5"), out)
+		return timed(ctx, all, rest[0], orElse(strings.Join(rest[1:], ""), "5"), out)
 	case command == "put" && (len(rest) == 1 || len(rest) == 2):
-		return put(ctx, client, rest[0], strings.Join(rest[1:], ""), *replace, out)
+		return put(ctx, all, rest[0], strings.Join(rest[1:], ""), *replace, out)
 	}
 	flags.Usage()
 	return flag.ErrHelp
 }
 
-func list(ctx context.Context, client *pion.Client, prefix string, out io.Writer) error {
+// node is a server, or a proxy of several.
+type node struct {
+	address string
+	client  *pion.Client
+}
+
+// nodes are all that are asked.
+type nodes []node
+
+// find returns what is stored under a name, and where. List asks without counting a hit or a miss.
+func (n nodes) find(ctx context.Context, name string) (pion.PrefixInfo, *pion.Client, error) {
+	var failed []error
+	for _, node := range n {
+		for info, err := range node.client.List(ctx, name) {
+			if err != nil {
+				failed = append(failed, fmt.Errorf("%s: %w", node.address, err))
+			} else if info.Namespace == name {
+				return info, node.client, nil
+			}
+			break // of all names that begin so, itself would be the first
+		}
+	}
+	switch {
+	case len(failed) > 0:
+		return pion.PrefixInfo{}, nil, errors.Join(failed...)
+	case len(n) > 1:
+		return pion.PrefixInfo{}, nil, fmt.Errorf("%q is on none of the %d nodes that were asked", name, len(n))
+	}
+	return pion.PrefixInfo{}, nil, fmt.Errorf(
+		"%q is not on the node that was asked; if that was a proxy, it may be on another: -address takes all nodes", name)
+}
+
+func list(ctx context.Context, all nodes, prefix string, out io.Writer) error {
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	defer table.Flush()
 	fmt.Fprintln(table, "NAME\tTOKENS\tBYTES\tFIDELITY\tPARENT\tCREATED")
-	for info, err := range client.List(ctx, prefix) {
-		if err != nil {
-			return err
+	for _, node := range all {
+		for info, err := range node.client.List(ctx, prefix) {
+			if err != nil {
+				return fmt.Errorf("%s: %w", node.address, err)
+			}
+			fmt.Fprintf(table, "%s\t%d\t%d\t%s\t%s\t%s\n", printable(info.Namespace), info.TokenCount, info.StoredBytes,
+				info.Fidelity, printable(info.Parent), info.Created.Format(time.DateTime))
 		}
-		fmt.Fprintf(table, "%s\t%d\t%d\t%s\t%s\t%s\n", printable(info.Namespace), info.TokenCount, info.StoredBytes,
-			info.Fidelity, printable(info.Parent), info.Created.Format(time.DateTime))
 	}
 	return nil
 }
 
-func stat(ctx context.Context, client *pion.Client, name string, out io.Writer) error {
-	info, err := stored(ctx, client, name)
+func stat(ctx context.Context, all nodes, name string, out io.Writer) error {
+	info, _, err := all.find(ctx, name)
 	if err != nil {
 		return err
 	}
@@ -129,7 +170,19 @@ func stat(ctx context.Context, client *pion.Client, name string, out io.Writer) 
 	return nil
 }
 
-func describe(ctx context.Context, client *pion.Client, out io.Writer) error {
+func describe(ctx context.Context, all nodes, out io.Writer) error {
+	for _, node := range all {
+		if len(all) > 1 {
+			fmt.Fprintf(out, "%s:\n", node.address)
+		}
+		if err := describeOne(ctx, node.client, out); err != nil {
+			return fmt.Errorf("%s: %w", node.address, err)
+		}
+	}
+	return nil
+}
+
+func describeOne(ctx context.Context, client *pion.Client, out io.Writer) error {
 	server, err := client.Describe(ctx)
 	if err != nil {
 		return err
@@ -152,22 +205,11 @@ func describe(ctx context.Context, client *pion.Client, out io.Writer) error {
 	return nil
 }
 
-// stored returns what is stored under a name. List asks without counting a hit or a miss.
-func stored(ctx context.Context, client *pion.Client, name string) (pion.PrefixInfo, error) {
-	for info, err := range client.List(ctx, name) {
-		if err != nil || info.Namespace == name {
-			return info, err
-		}
-		break // of all names that begin so, itself would be the first
-	}
-	return pion.PrefixInfo{}, fmt.Errorf("nothing is stored as %q", name)
-}
-
 // get writes to a name beside the file; only what is complete takes the file's name.
 func get(
-	ctx context.Context, client *pion.Client, name, file string, replace bool, out, notes io.Writer,
+	ctx context.Context, all nodes, name, file string, replace bool, out, notes io.Writer,
 ) (err error) {
-	info, err := stored(ctx, client, name)
+	info, client, err := all.find(ctx, name)
 	if err != nil {
 		return err
 	}
@@ -235,7 +277,10 @@ func segmentOf(announced *pion.Prefix) *segment.Segment {
 	return s
 }
 
-func put(ctx context.Context, client *pion.Client, file, name string, replace bool, out io.Writer) error {
+func put(ctx context.Context, all nodes, file, name string, replace bool, out io.Writer) error {
+	if len(all) > 1 {
+		return errors.New("put needs one address: that of a proxy, which chooses the node")
+	}
 	opened, err := os.Open(file)
 	if err != nil {
 		return err
@@ -259,7 +304,7 @@ func put(ctx context.Context, client *pion.Client, file, name string, replace bo
 	request.Namespace = orElse(name, request.Namespace)
 	request.Replace = replace
 	request.Durability = pion.DurabilityDisk
-	stored, err := client.Store(ctx, request)
+	stored, err := all[0].client.Store(ctx, request)
 	if err != nil {
 		return err
 	}
@@ -272,10 +317,14 @@ func put(ctx context.Context, client *pion.Client, file, name string, replace bo
 }
 
 // timed fetches into the same memory again and again, as a server that reuses its caches does.
-func timed(ctx context.Context, client *pion.Client, name, runs string, out io.Writer) error {
+func timed(ctx context.Context, all nodes, name, runs string, out io.Writer) error {
 	count, err := strconv.Atoi(runs)
 	if err != nil || count < 1 {
 		return fmt.Errorf("%q is no number of times", runs)
+	}
+	_, client, err := all.find(ctx, name)
+	if err != nil {
+		return err
 	}
 	memory := map[string][]byte{}
 	into := func(tensor wire.TensorLayout, size int) []byte {
@@ -291,7 +340,7 @@ func timed(ctx context.Context, client *pion.Client, name, runs string, out io.W
 			return err
 		}
 		if !prefix.Hit {
-			return fmt.Errorf("%q is not stored: %v", name, prefix.Reason)
+			return fmt.Errorf("%q is not there any more: %v", name, prefix.Reason)
 		}
 		seconds := time.Since(begun).Seconds()
 		fmt.Fprintf(out, "{\"bytes\": %d, \"seconds\": %.6f, \"mb_per_s\": %.1f}\n",

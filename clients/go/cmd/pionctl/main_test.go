@@ -152,6 +152,42 @@ func TestATenantIsNotShownTheReceipt(t *testing.T) {
 	}
 }
 
+func TestNoNodeIsAskedAndNotAnother(t *testing.T) {
+	one, two := realserver.Start(t), realserver.Start(t)
+	for name, address := range map[string]string{"on-one": one, "on-two": two} {
+		client, err := pion.Dial(address, pion.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer client.Close()
+		if _, err := client.Store(t.Context(), prefix(name, 70, wire.F16)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if out, err := (shell{t, one}).pionctl("stat", "on-two"); err == nil || !strings.Contains(err.Error(), "node that was asked") {
+		t.Errorf("%v: %s", err, out)
+	}
+	s := shell{t, one + "," + two}
+	if out := s.must("ls", "on-"); strings.Count(out, "\n") != 3 {
+		t.Error(out)
+	}
+	for _, name := range []string{"on-one", "on-two"} {
+		file := filepath.Join(t.TempDir(), name)
+		s.must("stat", name)
+		s.must("time", name, "1")
+		s.must("get", name, file)
+		if out, err := s.pionctl("put", file, "on-three"); err == nil { // on which of them?
+			t.Error(out)
+		}
+	}
+	if out := s.must("stat"); strings.Count(out, "version") != 2 {
+		t.Error(out)
+	}
+	if out, err := s.pionctl("get", "on-three", filepath.Join(t.TempDir(), "x")); err == nil || !strings.Contains(err.Error(), "none of the 2 nodes") {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+
 func TestAChainIsWrittenAsOneFile(t *testing.T) {
 	s := shell{t, realserver.Start(t)}
 	client, err := pion.Dial(s.address, pion.Options{})
