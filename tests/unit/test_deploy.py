@@ -202,6 +202,18 @@ def test_a_pod_starts_with_settings_that_the_server_knows() -> None:
     assert str(config.tls_cert).startswith("/tls/")
 
 
+def test_all_servers_of_a_mesh_are_spelled_in_one_way() -> None:
+    """Clients that spell them differently look for most prefixes in different places."""
+    text = "".join(path.read_text() for path in MANIFESTS)
+    service, stateful, *_ = documents()
+    (address,) = re.findall(r"PION_ADDRESS=(\S+)", text)
+    ending = f".{service['metadata']['name']}.default.svc:50051"
+    assert address.split(",") == [f"pion-{n}{ending}" for n in range(stateful["spec"]["replicas"])]
+    assert f"*{ending.removesuffix(':50051')}" in text, "the certificate has the same name"
+    shorter = re.findall(r"[\w*-]+\.pion(?!\.default\.svc)\b", text)
+    assert not shorter, shorter
+
+
 def _image_environment() -> dict[str, str]:
     text = (DEPLOY / "docker/Dockerfile").read_text()
     return dict(
