@@ -557,6 +557,15 @@ def test_the_server_describes_itself(local: Client) -> None:
         ({"token_ids": b"\0" * 4_000_004}, "token_ids"),
         ({"token_ids": range(9)}, "layers.k.0"),
         ({"base": 3}, "layers.k.0"),
+        ({"base": -1}, "base"),
+        ({"base": "1"}, "base"),
+        ({"parts": [Part("state", -1, 8, b"")]}, "parts[0].slot"),
+        ({"parts": [Part("state", 0, 8, b""), Part("state", 2**32, 8, b"")]}, "parts[1].slot"),
+        ({"parts": [Part("state", 0, -1, b"")]}, "parts[0].boundary_tokens"),
+        ({"parts": [Part("state", 0, 0.5, b"")]}, "parts[0].boundary_tokens"),  # type: ignore[arg-type]
+        ({"parts": [Part("\ud800", 0, 8, b"")]}, "parts[0].kind"),
+        ({"parts": [Part("state", 0, 8, b"", "\ud800")]}, "parts[0].description"),
+        ({"parts": [Part("state", 0, 8, "text")]}, "parts[0].data"),  # type: ignore[arg-type]
         ({"slots": [0, 0]}, "slots"),
         ({"slots": [0]}, "slots"),
         ({"slots": [0, 1_024]}, "layers[1].k.slot"),
@@ -589,6 +598,7 @@ def test_what_does_not_fit_is_never_sent(fields: dict[str, object], field: str) 
         (lambda client: client.match(model="\ud800", token_ids=[1]), "model"),
         (lambda client: client.lookup("name", token_ids=[]), "token_ids"),
         (lambda client: client.lookup("name", tries=0), "tries"),
+        (lambda client: client.match(model="m", token_ids=[1], fidelities="raw"), "fidelities"),
         (lambda client: client.fetch("name", rows=(-1, 10)), "rows"),
         (lambda client: client.fetch("name", rows=(1,)), "rows"),
         (lambda client: client.fetch("name", rows=("a", "b")), "rows"),

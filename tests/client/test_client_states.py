@@ -55,6 +55,24 @@ def test_anything_with_a_buffer_is_a_state(client: Client) -> None:
     assert bytes(present(client.states.fetch("buffers", 0)).data) == array.tobytes()
 
 
+@pytest.mark.parametrize("layer", [-1, 2**32, "1", 1.0, None])
+def test_a_layer_that_is_none_is_not_blamed_on_the_bytes(client: Client, layer: object) -> None:
+    for ask in (
+        lambda: client.states.store("layers", layer, b"data"),  # type: ignore[arg-type]
+        lambda: client.states.store("layers", 0, b"data", boundary_tokens=layer),  # type: ignore[arg-type]
+        lambda: client.states.fetch("layers", layer),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            ask()
+        assert refused.value.field in ("layer", "boundary_tokens")
+
+
+def test_a_whole_number_of_another_type_is_one(client: Client) -> None:
+    for layer in (True, np.int64(1)):
+        client.states.store("numbers", layer, bytes(1), boundary_tokens=np.uint32(7))  # type: ignore[arg-type]
+        assert present(client.states.fetch("numbers", 1)).boundary_tokens == 7
+
+
 def test_a_state_is_replaced_whole_and_dropped_by_layer_or_all(client: Client) -> None:
     first = client.states.store("drops", 0, b"old")
     assert client.states.store("drops", 0, b"newer", durability="disk") != first

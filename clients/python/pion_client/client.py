@@ -54,7 +54,7 @@ from pion_wire.blocks import pack_token_ids, route_key
 from pion_wire.codecs import FAMILIES
 from pion_wire.codecs import parse as parse_codec
 from pion_wire.layout import Layout, LayoutError, Side
-from pion_wire.messages import layout_to_message, part_to_message
+from pion_wire.messages import layout_to_message
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import stats_pb2, types_pb2
 
@@ -185,7 +185,7 @@ class Client(AttendMixin):
         """
         if namespace == "":
             raise invalid("namespace", "is empty; None derives one")
-        packed = _some(token_ids)
+        packed, base = _some(token_ids), count("base", base)
         tensors = rows_of(layers or (), slots, codecs)
         layout = _layout_of(tensors, len(packed) // 4 - base)
         header = pb.PrefixStoreStoreHeader(
@@ -199,7 +199,7 @@ class Client(AttendMixin):
             durability=answers.durability_value(durability),
             prefill_ms=prefill_ms,
             table=_table(table),
-            parts=[part_to_message(part.info) for part in parts],
+            parts=[_part_message(f"parts[{index}]", part) for index, part in enumerate(parts)],
         )
         route = route_key(self._tenant, model, packed)
         deadline = self._calls.stream_deadline(timeout_s)
@@ -255,7 +255,7 @@ class Client(AttendMixin):
             namespace=text("namespace", namespace),
             slot=slot,
             side=_SIDES[side],
-            first_row=first_row,
+            first_row=count("first_row", first_row),
             row_count=tensor.token_count,
             durability=answers.durability_value(durability),
         )
@@ -342,7 +342,7 @@ class Client(AttendMixin):
         request = pb.PrefixStoreMatchRequest(
             model_id=text("model", model),
             token_ids=packed,
-            fidelities=fidelities,
+            fidelities=_texts("fidelities", fidelities),
             min_tokens=count("min_tokens", min_tokens),
             lease_ms=None if lease_ms is None else count("lease_ms", lease_ms),
             part_kinds=_texts("part_kinds", part_kinds),
@@ -681,6 +681,20 @@ def _texts(field: str, values: Sequence[str]) -> builtins.list[str]:
     if isinstance(values, str):
         raise invalid(field, f"{values!r} is one text, not several")
     return [text(field, value) for value in values]
+
+
+def _part_message(where: str, part: Part) -> types_pb2.PartInfo:
+    try:
+        size_bytes = part.info.size_bytes
+    except (TypeError, ValueError) as error:
+        raise invalid(f"{where}.data", f"no contiguous bytes: {error}") from error
+    return types_pb2.PartInfo(
+        kind=text(f"{where}.kind", part.kind),
+        slot=count(f"{where}.slot", part.slot),
+        boundary_tokens=count(f"{where}.boundary_tokens", part.boundary_tokens),
+        size_bytes=size_bytes,
+        description=text(f"{where}.description", part.description),
+    )
 
 
 def _row_range(rows: tuple[int, int]) -> types_pb2.RowRange:

@@ -157,8 +157,10 @@ class States:
         Raises:
             As `Client.store` does.
         """
+        layer = count("layer", layer)
+        boundary_tokens = count("boundary_tokens", boundary_tokens, limits.TOKENS_MAX)
         try:
-            part = Part("state", count("layer", layer), boundary_tokens, memoryview(data))
+            part = Part("state", layer, boundary_tokens, memoryview(data))
             size_bytes = part.info.size_bytes
         except (TypeError, ValueError) as error:
             raise invalid("data", f"no contiguous bytes: {error}") from error
@@ -167,7 +169,7 @@ class States:
             layer=layer,
             info=pb.SSMStateInfo(
                 size_bytes=size_bytes,
-                boundary_tokens=count("boundary_tokens", boundary_tokens, limits.TOKENS_MAX),
+                boundary_tokens=boundary_tokens,
                 description=text("description", description),
                 model_id=text("model", model),
             ),
