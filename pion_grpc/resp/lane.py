@@ -19,7 +19,6 @@ from typing import NamedTuple, TypeAlias, cast
 
 import structlog
 
-from pion_grpc.backends import always
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend, Key
 from pion_grpc.core.attend_query import Ask, SuffixBytes
@@ -222,9 +221,7 @@ class LaneConnection(asyncio.BufferedProtocol):
             self._watch = None
 
 
-def attended(
-    attend: Attend | None, body: memoryview, wanted: Callable[[], bool] = always
-) -> FusedAnswer:
+def attended(attend: Attend | None, body: memoryview, wanted: Callable[[], bool]) -> FusedAnswer:
     """Returns the answer to the body of a query; the lane's words for what is wrong with it."""
     try:
         query = parse_fused_query(body)
