@@ -131,12 +131,31 @@ def test_a_state_that_went_through_bytes_does_not_continue_otherwise(make_model)
     assert decoded(rebuilt) == decoded(whole)
 
 
+@pytest.mark.parametrize(
+    "array",
+    [mx.zeros((1,) * 16), mx.zeros((0, 0x7FFFFFFF)), mx.zeros((0x7FFF, 0, 2), mx.bfloat16)],
+)
+def test_nothing_is_written_that_is_not_read(array):
+    assert_same(deserialize_arrays_cache(serialize_arrays_cache([array])), [array])
+
+
 def test_an_empty_cache_does_not_come_back_as_none():
     assert deserialize_arrays_cache(serialize_arrays_cache([])) == []
     assert deserialize_arrays_cache(serialize_arrays_cache([None, None])) == [None, None]
 
 
-@pytest.mark.parametrize("array", [mx.array([1, 2]), mx.array(1.0)], ids=["int32", "no dimensions"])
+@pytest.mark.parametrize(
+    "array",
+    [
+        mx.array([1, 2]),
+        mx.array(1.0),
+        mx.zeros((1,) * 17),
+        mx.zeros((0, 0x7FFFFFFF, 0x7FFFFFFF)),
+        [1.0, 2.0],
+        np.zeros(2, np.float32),
+    ],
+    ids=["int32", "no dimensions", "17 dimensions", "a huge shape", "a list", "NumPy's"],
+)
 def test_what_the_form_has_no_word_for_is_not_written(array):
     with pytest.raises(TypeError, match=r"entry 1: .* has no form"):
         serialize_arrays_cache([mx.zeros((1,)), array])
@@ -159,7 +178,9 @@ BAD = {
     "an unknown type": (blob(entry(1, 1, 3, 0)), "type code 3"),
     "a huge type": (blob(entry(1, 1, 0xFFFFFFFF, 0)), "type code 4294967295"),
     "a negative dimension": (blob(entry(2, 0, 0xFFFFFFFF, 0)), "a dimension of 4294967295"),
-    "values that overflow 64 bits": (blob(entry(4, *[0x7FFFFFFF] * 4, 0)), "its values end at"),
+    "values beyond the end": (blob(entry(2, 0x7FFFFFFF, 0x7FFFFFFF, 1)), "its values end at"),
+    "values that overflow 64 bits": (blob(entry(4, *[0x7FFFFFFF] * 4, 0)), "a shape of"),
+    "no values, but a huge shape": (blob(entry(6, 0, *[0x7FFFFFFF] * 5, 0)), "a shape of"),
     "values missing": (blob(entry(1, 2, 0, 0)), "its values end at 28 of 24"),
     "bytes behind": (blob(entry(1, 0, 0)) + b"\0", "1 bytes follow"),
     "a bfloat16 that is none": (blob(entry(1, 1, 2, 0x3F800001)), "no bfloat16"),

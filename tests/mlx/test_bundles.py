@@ -7,10 +7,17 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from pion_client import Client, Part, caches
-from pion_client.bundles import Bundle, Checkpoints, Facts, boundaries, parts_max
+from pion_client.bundles import Bundle, Checkpoints, Facts, boundaries, cache_suffix, parts_max
 from pion_client.errors import Unavailable
 from pion_client.exchange import Exchange, Found, Pending, Request
 from pion_client.mlx import PionPromptCache
@@ -463,6 +470,27 @@ def test_rows_and_codes_of_one_model_are_not_taken_for_each_other(client):
     with prompt_cache(model, client, make_cache=quantised_caches) as other:
         assert np.array_equal(decoded(model, other.get_or_prefill(ids)), expected["codes"])
         assert other.stats()["hits"] == 1
+
+
+def test_caches_of_other_sizes_do_not_share_a_name_and_equal_ones_do_not_differ():
+    different = [
+        [KVCache()],
+        [KVCache(), KVCache()],
+        [ArraysCache(2)],
+        [ArraysCache(3)],
+        [CacheList(ArraysCache(2))],
+        [CacheList(ArraysCache(3))],
+        [QuantizedKVCache(64, 8)],
+        [QuantizedKVCache(64, 4)],
+        [QuantizedKVCache(32, 8)],
+        [RotatingKVCache(16, 4)],
+        [RotatingKVCache(16, 0)],
+    ]
+    assert len({cache_suffix(cache) for cache in different}) == len(different)
+    assert cache_suffix([RotatingKVCache(np.int64(16), 4)]) == cache_suffix(
+        [RotatingKVCache(16, 4)]
+    )
+    assert cache_suffix([QuantizedKVCache(64, 8)]) == "72dbb558b96bc983"
 
 
 def test_codes_are_not_served_at_their_end_only(client):

@@ -32,6 +32,8 @@ VERSION = 1
 DIMENSIONS_MAX = 16
 DIMENSION_MAX = (1 << 31) - 1
 """MLX counts in signed 32 bits."""
+SPAN_BYTES_MAX = (1 << 63) - 1
+"""Of an array's values if every 0 of its shape were 1: NumPy measures arrays without values so too."""
 
 _ABSENT = bytes(16)
 _ENTRY_BYTES_MIN = 12
@@ -72,6 +74,12 @@ class _Claim(NamedTuple):
         return self.begin + math.prod(self.shape) * self.form.written.itemsize
 
 
+def _is_written(form: _Form, shape: Sequence[int]) -> bool:
+    """Whether arrays of this shape have a form: both ways the same."""
+    span = math.prod(length or 1 for length in shape) * form.written.itemsize
+    return 1 <= len(shape) <= DIMENSIONS_MAX and span <= SPAN_BYTES_MAX
+
+
 def serialize_arrays_cache(entries: Sequence[mx.array | None]) -> bytes:
     """Returns the blob of the arrays of a recurrent cache, such as `ArraysCache.cache`.
 
@@ -80,7 +88,8 @@ def serialize_arrays_cache(entries: Sequence[mx.array | None]) -> bytes:
             Lazy arrays are evaluated here.
 
     Raises:
-        TypeError: an array of another type, or without dimensions: the form has no word for it.
+        TypeError: no array, or one of another type, without dimensions or with too many, or of a shape
+            that is too large even without values: the form has no word for it.
     """
     pieces = [struct.pack("<2I", VERSION, len(entries))]
     for index, entry in enumerate(entries):
@@ -105,9 +114,11 @@ def deserialize_arrays_cache(blob: bytes | bytearray | memoryview) -> list[mx.ar
 
 
 def _written(index: int, array: mx.array) -> list[bytes]:
+    if not isinstance(array, mx.array):
+        raise TypeError(f"entry {index}: a {type(array).__name__} has no form")
     form = next((form for form in _FORMS if form.dtype == array.dtype), None)
-    if form is None or not array.ndim:
-        raise TypeError(f"entry {index}: {array.dtype} of {array.ndim} dimensions has no form")
+    if form is None or not _is_written(form, array.shape):
+        raise TypeError(f"entry {index}: {array.dtype} of shape {array.shape} has no form")
     unsigned = mx.uint16 if form.bits.itemsize == 2 else mx.uint32
     bits = np.asarray(array.view(unsigned))
     if form.written != form.bits:
@@ -146,6 +157,8 @@ def _claim(view: memoryview, index: int, at: int) -> _Claim:
         raise BadBlob(f"entry {index}: type code {code}; 0, 1 and 2 are known")
     if max(shape) > DIMENSION_MAX:
         raise BadBlob(f"entry {index}: a dimension of {max(shape)}")
+    if not _is_written(_FORMS[code], shape):
+        raise BadBlob(f"entry {index}: a shape of {shape}")
     claim = _Claim(_FORMS[code], tuple(shape), at + 4 * (dimensions + 2))
     if claim.end > len(view):
         raise BadBlob(f"entry {index}: its values end at {claim.end} of {len(view)} bytes")

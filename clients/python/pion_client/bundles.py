@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 from pion_client import caches
@@ -182,7 +183,12 @@ def cache_suffix(cache: Cache) -> str:
 
 def _options(cache: object) -> list[object]:
     inner: Sequence[object] = getattr(cache, "caches", ())
-    numbers = {name: value for name, value in vars(cache).items() if type(value) is int}
+    numbers = {}
+    for name, value in vars(cache).items():
+        if isinstance(value, Integral):
+            numbers[name] = int(value)
+        elif isinstance(value, list):  # of as many arrays
+            numbers[name] = len(value)
     return [type(cache).__name__, sorted(numbers.items()), [_options(slot) for slot in inner]]
 
 
