@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from rich.progress import Progress
 
 from pion_grpc.cli.bench import hybrid
 from pion_grpc.cli.bench.hybrid import HybridSizes, _agreed, _contents, _growth, _prefilled
+from pion_grpc.cli.bench.measuring import Context
 
 SMALL = HybridSizes(hidden=64)
 
@@ -49,6 +51,15 @@ def test_state_and_rows_are_the_same_bytes(megabytes, layers):
     assert parts == rows
     assert len(parts) == contents.size_bytes
     assert abs(contents.size_bytes - layers * megabytes * 1_000_000) < layers * 5_000
+
+
+def test_neither_form_of_state_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(hybrid, "QUICK_STATES", ((1, 2),))
+    with Progress(disable=True) as progress:
+        results = hybrid.state(Context(tmp_path, progress, quick=True))
+    named = [(result.ours.name, result.peer.name) for result in results]
+    assert named == [("parts", "K/V rows")] * 3 + [("values", "K/V rows")] * 3
+    assert len({result.what for result in results}) == 6
 
 
 def test_growth_is_held_against_that_of_bytes():

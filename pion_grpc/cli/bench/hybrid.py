@@ -1,4 +1,4 @@
-"""The rows about what is not rows: recurrent state as parts, and hybrid models' time to first token.
+"""The rows about what is not rows: recurrent state, and hybrid models' time to first token.
 
 The one decision: state is measured beside K/V rows of as many bytes, in the same round and through the
 same calls, because rows are what the rest of the benchmarks say everything about. A hybrid model is a
@@ -84,7 +84,11 @@ class HybridSizes(NamedTuple):
 
 
 def state(context: Context) -> list[Result]:
-    """State stored and fetched, over loopback TCP and on one host, against K/V rows of as many bytes."""
+    """State stored and fetched, over loopback TCP and on one host, against K/V rows of as many bytes.
+
+    As parts of a prefix, and as the values of a session; those have no files of their own to be read on
+    the same host, so there they are held against rows that do.
+    """
     results = []
     for megabytes, layers in QUICK_STATES if context.quick else STATES:
         with (
@@ -130,8 +134,14 @@ def _state(
     store = functools.partial(client.store, token_ids=ids, model=MODEL)
     as_parts = functools.partial(store, layers=None, parts=contents.parts)
     as_rows = functools.partial(store, layers=contents.layers)
+
+    def as_values(session: str) -> None:
+        for part in contents.parts:
+            client.states.store(session, part.slot, part.data)
+
     as_parts("parts")
     as_rows("rows")
+    as_values("values")
     fetched = client.fetch("parts", part_kinds=["state"])
     assert fetched is not None
     assert [bytes(part.data) for part in fetched.parts] == [bytes(p.data) for p in contents.parts]
@@ -140,24 +150,45 @@ def _state(
     def stored(how: Any) -> float:
         elapsed = timed(lambda: how("new"))
         client.drop("new")
+        client.states.drop("new")
         return elapsed
 
-    def fetch(name: str) -> Prefix | None:
-        return client.fetch(name, part_kinds=["state"])
+    def values_by(how: Client) -> list[memoryview]:
+        found = [how.states.fetch("values", part.slot) for part in contents.parts]
+        return [value.data for value in found if value is not None]
+
+    assert list(map(bytes, values_by(client))) == [bytes(part.data) for part in contents.parts]
+
+    kinds: dict[str, list[str]] = {"parts": ["state"], "rows": []}
+
+    def fetch(name: str) -> Prefix:
+        prefix = client.fetch(name, part_kinds=kinds[name])
+        assert prefix is not None
+        return prefix
 
     def load(name: str) -> Prefix:
-        prefix = local.fetch(name, part_kinds=["state"], as_mlx=True)
+        prefix = local.fetch(name, part_kinds=kinds[name], as_mlx=True)
         assert prefix is not None
         assert prefix.transport == "export", prefix.transport_reason
         return prefix
 
+    def load_values() -> list[Any]:
+        import mlx.core as mx
+
+        arrays = [mx.array(np.frombuffer(data, np.uint8)) for data in values_by(local)]
+        mx.eval(arrays)
+        return arrays
+
     samples = context.interleaved(
         {
             "store parts": lambda: stored(as_parts),
+            "store values": lambda: stored(as_values),
             "store rows": lambda: stored(as_rows),
             "fetch parts": lambda: timed(lambda: fetch("parts")),
+            "fetch values": lambda: timed(lambda: values_by(client)),
             "fetch rows": lambda: timed(lambda: fetch("rows")),
             "load parts": lambda: timed(lambda: load("parts")),
+            "load values": lambda: timed(load_values),
             "load rows": lambda: timed(lambda: load("rows")),
         },
         rounds=9,
@@ -165,12 +196,13 @@ def _state(
     )
     return [
         Result(
-            f"{what} of state, {layers} × {megabytes} MB, {how}",
+            f"{what} of state as {form}, {layers} × {megabytes} MB, {how}",
             "GB/s",
-            rates("parts", contents.size_bytes, samples[f"{side} parts"]),
+            rates(form, contents.size_bytes, samples[f"{side} {form}"]),
             rates("K/V rows", contents.size_bytes, samples[f"{side} rows"]),
             at_least(0.9),
         )
+        for form in ("parts", "values")
         for what, side, how in (
             ("Store", "store", "over loopback TCP"),
             ("Fetch", "fetch", "over loopback TCP"),
