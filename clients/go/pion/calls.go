@@ -10,7 +10,7 @@ import (
 )
 
 const (
-	triesMax  = 3 // of a read that brings nothing, unless its context has a deadline
+	triesMax  = 3 // of a read that brings nothing, unless its caller or this client is patient
 	pauseStep = 100 * time.Millisecond
 	pauseMax  = time.Second
 )
@@ -31,7 +31,7 @@ func once[Request, Answer any](
 func ask[Request, Answer any](
 	c *Client, ctx context.Context, route string, call unary[Request, Answer], request Request,
 ) (answer Answer, err error) {
-	_, patient := ctx.Deadline()
+	patient := c.patience(ctx)
 	ctx, cancel := c.bounded(ctx)
 	defer cancel()
 	out := c.Outgoing(ctx, route)
@@ -51,12 +51,35 @@ func (c *Client) bounded(ctx context.Context) (context.Context, context.CancelFu
 	return context.WithTimeout(ctx, c.options.Timeout)
 }
 
+// patience is how long a server that cannot be reached is waited for, when all tries are used up: by a
+// caller that gave a deadline until then; by a client that has had answers for Options.Timeout each time
+// that the server goes, as it will be back, or its proxy.
+type patience struct {
+	always bool
+	after  time.Duration
+	until  time.Time
+}
+
+func (c *Client) patience(ctx context.Context) *patience {
+	p := new(patience)
+	if _, p.always = ctx.Deadline(); c.answered.Load() {
+		p.after = c.options.Timeout
+	}
+	return p
+}
+
+func (p *patience) lasts(err error, attempt int) bool {
+	if attempt <= 1 {
+		p.until = time.Now().Add(p.after)
+	}
+	return p.always || (errors.Is(err, ReasonUnavailable) && time.Now().Before(p.until))
+}
+
 // pause waits before a read is asked again; false if it should not be, or not in time. attempt is how
-// many in a row have brought nothing. A caller that is patient gave a deadline, and a server that
-// cannot be reached is waited for until then.
-func pause(ctx context.Context, err error, attempt int, patient bool) bool {
+// many in a row have brought nothing.
+func pause(ctx context.Context, err error, attempt int, patient *patience) bool {
 	wait, ok := mayAskAgain(err)
-	if !ok || (attempt >= triesMax && !patient) {
+	if lasts := patient.lasts(err, attempt); !ok || (attempt >= triesMax && !lasts) {
 		return false
 	}
 	if wait == 0 { // spread, so that clients do not come back in step

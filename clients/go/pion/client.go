@@ -11,6 +11,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -62,6 +63,7 @@ type Client struct {
 	states   pionv1.SSMStateClient
 	stats    pionv1.StatsClient
 	routes   routing
+	answered *atomic.Bool // whether any call was, ever
 }
 
 // Dial makes a client for "host:port" or "unix:/path", of one server or of a proxy that knows the nodes of a
@@ -97,7 +99,8 @@ func Dial(address string, options Options) (*Client, error) {
 		// Waiting for a retry policy of a name server would cost its look-up.
 		grpc.WithDisableServiceConfig(),
 	}
-	dialOptions = append(dialOptions, checked()...)
+	answered := new(atomic.Bool)
+	dialOptions = append(dialOptions, checked(answered)...)
 	if local { // a proxy elsewhere cannot reach this host's loopback
 		dialOptions = append(dialOptions, grpc.WithNoProxy())
 	}
@@ -113,6 +116,7 @@ func Dial(address string, options Options) (*Client, error) {
 		states:   pionv1.NewSSMStateClient(conn),
 		stats:    pionv1.NewStatsClient(conn),
 		routes:   newRouting(),
+		answered: answered,
 	}, nil
 }
 

@@ -316,6 +316,53 @@ func TestOnlyWhatIsSafeIsAskedAgain(t *testing.T) {
 	}
 }
 
+func TestAServerThatWasThereIsWaitedForAndOneThatNeverWasIsNot(t *testing.T) {
+	listen := func(address string) (net.Listener, *grpc.Server) {
+		listener, err := net.Listen("tcp", address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		server := grpc.NewServer()
+		pionv1.RegisterPrefixStoreServer(server, &scripted{
+			lookup: func(context.Context, int) (*pionv1.PrefixStoreLookupResponse, error) {
+				return &pionv1.PrefixStoreLookupResponse{Results: []*pionv1.PrefixStoreLookupResponse_Result{{Hit: true}}}, nil
+			},
+			store: func(_ int, stream pionv1.PrefixStore_StoreServer) error {
+				return stream.SendAndClose(&pionv1.PrefixStoreStoreResponse{Namespace: "n"})
+			},
+		})
+		go server.Serve(listener)
+		return listener, server
+	}
+	listener, server := listen("127.0.0.1:0")
+	address := listener.Addr().String()
+	client := dial(t, address, Options{})
+	if _, err := client.Lookup(t.Context(), LookupRequest{Namespace: "n"}); err != nil {
+		t.Fatal(err)
+	}
+	server.Stop()
+	strange := dial(t, address, Options{})
+	var waiting sync.WaitGroup
+	waiting.Go(func() {
+		if found, err := client.Lookup(t.Context(), LookupRequest{Namespace: "n"}); err != nil || !found.Hit {
+			t.Errorf("lookup: %v", err)
+		}
+	})
+	waiting.Go(func() {
+		if _, err := client.Store(t.Context(), sample("n", wire.F16, 10)); err != nil {
+			t.Errorf("store: %v", err)
+		}
+	})
+	for range 3 { // longer than all tries take
+		if _, err := strange.Lookup(t.Context(), LookupRequest{Namespace: "n"}); !errors.Is(err, ReasonUnavailable) {
+			t.Error(err)
+		}
+	}
+	_, server = listen(address)
+	defer server.Stop()
+	waiting.Wait()
+}
+
 func TestAClosedClientIsNotWaitedFor(t *testing.T) {
 	begun := make(chan struct{})
 	server := &scripted{fetch: func(_ int, _ *pionv1.PrefixStoreFetchRequest, stream pionv1.PrefixStore_FetchServer) error {

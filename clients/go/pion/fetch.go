@@ -80,7 +80,7 @@ func (c *Client) fetch(ctx context.Context, request FetchRequest, to destination
 		route = c.routes.lease(request.LeaseID)
 	}
 	taken := &reception{request: &request, to: to, bytesMax: c.options.FetchBytesMax}
-	_, patient := ctx.Deadline()
+	patient := c.patience(ctx)
 	fruitless := 0
 	for !taken.ended() {
 		before := taken.done
@@ -199,7 +199,7 @@ func (r *reception) ask() *pionv1.PrefixStoreFetchRequest {
 }
 
 // resumes gets ready to ask for the rest, if there is a point in it.
-func (r *reception) resumes(ctx context.Context, err error, fruitless int, patient bool) bool {
+func (r *reception) resumes(ctx context.Context, err error, fruitless int, patient *patience) bool {
 	switch {
 	case errors.Is(err, ReasonGeneration) && r.prefix != nil && r.to.restarts():
 		// Another prefix has taken the name meanwhile: that one, then.

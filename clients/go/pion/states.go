@@ -38,7 +38,7 @@ func (c *Client) StoreState(
 		},
 		Durability: durability,
 	}
-	_, patient := ctx.Deadline()
+	patient := c.patience(ctx)
 	for attempt := 1; ; attempt++ {
 		generation, err := c.sendState(ctx, header, data)
 		var known *Error
@@ -80,7 +80,7 @@ func (c *Client) sendState(
 
 // FetchState brings one value back; a stream that breaks goes on where it broke.
 func (c *Client) FetchState(ctx context.Context, session string, layer uint32) (*SSMState, error) {
-	_, patient := ctx.Deadline()
+	patient := c.patience(ctx)
 	taken := &stateReception{bytesMax: c.options.FetchBytesMax}
 	fruitless := 0
 	for !taken.ended() {

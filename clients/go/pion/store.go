@@ -56,7 +56,7 @@ func (c *Client) Store(ctx context.Context, request StoreRequest) (Stored, error
 		return Stored{}, err
 	}
 	route := wire.RouteKey(c.options.Tenant, request.Model, request.TokenIDs)
-	_, patient := ctx.Deadline()
+	patient := c.patience(ctx)
 	for attempt := 1; ; attempt++ {
 		answer, err := c.send(ctx, header, pieces, request.Progress, route)
 		if own, ok := err.(ofCaller); ok {

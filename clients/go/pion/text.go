@@ -2,6 +2,7 @@ package pion
 
 import (
 	"context"
+	"sync/atomic"
 	"unicode/utf8"
 
 	"google.golang.org/grpc"
@@ -38,8 +39,9 @@ func checkValue(field protoreflect.FieldDescriptor, value protoreflect.Value) er
 	return nil
 }
 
-// checked are the interceptors of a connection whose messages are checked before they are sent.
-func checked() []grpc.DialOption {
+// checked are the interceptors of a connection whose messages are checked before they are sent, and that
+// notes when one was answered.
+func checked(answered *atomic.Bool) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithChainUnaryInterceptor(func(
 			ctx context.Context, method string, request, answer any, conn *grpc.ClientConn, call grpc.UnaryInvoker,
@@ -50,7 +52,11 @@ func checked() []grpc.DialOption {
 					return err
 				}
 			}
-			return call(ctx, method, request, answer, conn, options...)
+			err := call(ctx, method, request, answer, conn, options...)
+			if err == nil {
+				answered.Store(true)
+			}
+			return err
 		}),
 		grpc.WithChainStreamInterceptor(func(
 			ctx context.Context, desc *grpc.StreamDesc, conn *grpc.ClientConn, method string, open grpc.Streamer,
@@ -60,12 +66,23 @@ func checked() []grpc.DialOption {
 			if err != nil {
 				return nil, err
 			}
-			return checkedStream{stream}, nil
+			return checkedStream{stream, answered}, nil
 		}),
 	}
 }
 
-type checkedStream struct{ grpc.ClientStream }
+type checkedStream struct {
+	grpc.ClientStream
+	answered *atomic.Bool
+}
+
+func (s checkedStream) RecvMsg(message any) error {
+	err := s.ClientStream.RecvMsg(message)
+	if err == nil && !s.answered.Load() {
+		s.answered.Store(true)
+	}
+	return err
+}
 
 // SendMsg passes frames as they are: their header was checked when it was made.
 func (s checkedStream) SendMsg(message any) error {
