@@ -14,7 +14,7 @@ import math
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -611,17 +611,22 @@ class Keyspace:
     def writing(self, batch: Sequence[Work]) -> list[Outcome]:
         """Does all work of a batch, in order, and returns when it is committed.
 
-        What one piece raises is its outcome, and it has changed nothing then.
+        Each has the room that those before it leave. What one piece raises is its outcome, and it has
+        changed nothing then.
         """
         outcomes: list[Outcome] = []
         try:
             with self._workshop.catalog.write() as transaction:
                 now = unix_ms()
-                refusals = self._without_room(transaction, batch)
+                roomy = self._surely_fits(transaction, batch)
+                grown = 0
                 for work in batch:
-                    if work.grows_bytes and work.tenant in refusals:
-                        outcomes.append(refusals[work.tenant])
-                        continue
+                    if work.grows_bytes and not roomy:
+                        refusal = self._refusal(transaction, work, grown)
+                        if refusal is not None:
+                            outcomes.append(refusal)
+                            continue
+                    grown += work.grows_bytes
                     keys = Keys(transaction, work.tenant, self.blobs, now)
                     outcomes.append(_attempt(transaction, work, keys))
         except PionError as error:  # the commit failed: nothing of it happened
@@ -654,26 +659,26 @@ class Keyspace:
                     if table.get(name) is None:
                         table.remove(name)
 
-    def _without_room(
-        self, transaction: Transaction, batch: Sequence[Work]
-    ) -> Mapping[str, PionError]:
-        """Makes room for what a batch adds; returns the refusal of each tenant that gets none."""
-        needed: dict[str, int] = {}
-        for work in batch:
-            if work.grows_bytes:
-                needed[work.tenant] = needed.get(work.tenant, 0) + work.grows_bytes
-        refusals: dict[str, PionError] = {}
-        for tenant, size in needed.items():
-            if len(needed) == 1 and self._workshop.space.has_room(transaction, tenant, size):
-                break  # nothing needs to be reserved while nothing else is asked for
-            instance = self._workshop.directory.instance
-            reservation = transaction.reserve(instance, tenant, 0, size)
-            try:
-                self._workshop.space.make_room(transaction, tenant, size)
-            except (OverBudget, OverQuota) as error:
-                refusals[tenant] = error
+    def _surely_fits(self, transaction: Transaction, batch: Sequence[Work]) -> bool:
+        """Whether all that a batch adds fits, even if nothing of it removes anything."""
+        total = sum(work.grows_bytes for work in batch)
+        tenants = {work.tenant for work in batch if work.grows_bytes}
+        return all(self._workshop.space.has_room(transaction, one, total) for one in tenants)
+
+    def _refusal(self, transaction: Transaction, work: Work, grown: int) -> PionError | None:
+        """Makes room for a piece of work, after `grown` bytes of this transaction; or refuses it."""
+        space, size = self._workshop.space, work.grows_bytes
+        if space.has_room(transaction, work.tenant, size, grown):
+            return None
+        instance = self._workshop.directory.instance
+        reservation = transaction.reserve(instance, work.tenant, 0, size)
+        try:
+            space.make_room(transaction, work.tenant, size, grown_bytes=grown)
+        except (OverBudget, OverQuota) as error:
+            return error
+        finally:
             transaction.release(reservation)
-        return refusals
+        return None
 
 
 class KeyWriter:

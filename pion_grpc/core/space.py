@@ -127,11 +127,17 @@ class Space:
         return transaction.usage() + self._foreign_bytes + self._directory.catalog_bytes()
 
     def make_room(
-        self, transaction: Transaction, tenant: str, needed: int, token_count: int = 0
+        self,
+        transaction: Transaction,
+        tenant: str,
+        needed: int,
+        token_count: int = 0,
+        grown_bytes: int = 0,
     ) -> None:
         """Evicts until what is reserved fits; call it after the reservation was inserted.
 
         Token ids take room in the catalogue itself, the more so until its log has been folded.
+        `grown_bytes` is what this transaction has added to it, which its file does not show yet.
 
         Raises:
             OverBudget: it cannot fit, even with everything gone that may go.
@@ -140,7 +146,7 @@ class Space:
         growth = token_count * CATALOG_BYTES_PER_TOKEN
         # What is written to the database is in its log as well.
         overhead = self._foreign_bytes + self._directory.catalog_bytes()
-        overhead += CATALOG_HEADROOM_BYTES + growth
+        overhead += CATALOG_HEADROOM_BYTES + growth + grown_bytes
         if needed + overhead > self.budget_bytes:
             raise self._over_budget(needed)
         evicted: list[str] = []
@@ -162,9 +168,11 @@ class Space:
             self._evicted += len(evicted)
             self._evicted_names.extend(evicted)
 
-    def has_room(self, transaction: Transaction, tenant: str, needed: int) -> bool:
+    def has_room(
+        self, transaction: Transaction, tenant: str, needed: int, grown_bytes: int = 0
+    ) -> bool:
         """Whether so many bytes fit into what a transaction sees, with nothing reserved or evicted."""
-        overhead = self._directory.catalog_bytes() + CATALOG_HEADROOM_BYTES
+        overhead = self._directory.catalog_bytes() + CATALOG_HEADROOM_BYTES + grown_bytes
         stored = transaction.stored_bytes() + needed + self._foreign_bytes + overhead
         quota = self.tenant_budget_bytes
         return stored <= self.budget_bytes and (

@@ -252,9 +252,15 @@ class Connection(asyncio.BufferedProtocol):
                     break
                 if self._dispatcher.before(self.client, request, command) is not None:
                     break  # it is refused when its turn comes, and not before
+            call = self._dispatcher.call(self.client, request)
+            by_itself = first.uses is Uses.WRITES and _has_large_values(call)
+            if by_itself and calls:
+                break  # its room is asked for when those before it have been done
             size += sum(map(len, request))
             self._take()
-            calls.append(self._dispatcher.call(self.client, request))
+            calls.append(call)
+            if by_itself:
+                break
         return calls
 
     def _take(self) -> Request:
