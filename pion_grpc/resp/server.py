@@ -219,6 +219,10 @@ class RespServer:
         self._loop.call_later(seconds, self._resume)
 
     def _resume(self) -> None:
+        remaining = self._paused_until - self._loop.time()
+        if remaining > 0:  # paused anew, or called a little early, as this loop does
+            self._loop.call_later(remaining, self._resume)
+            return
         for connection in list(self._connections):
             connection.go_on()
 
