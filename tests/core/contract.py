@@ -473,6 +473,22 @@ class StoreContract:
                 begin(store, "p", PROMPT, parts=(PartInfo("state", 0, boundary, 0),))
             assert refused.value.field == "parts[0].boundary_tokens"
 
+    def test_no_part_described_otherwise_counts_as_stored(self, store: PrefixStore) -> None:
+        state = PartInfo("state", 0, 200, 5, "of a run")
+        put(store, "p", PROMPT, parts=(state,), part_bytes=(b"first",))
+        same = begin(store, "p", PROMPT, parts=(state,))
+        assert isinstance(same, Stored)
+        assert same.already_stored  # by its description: the bytes of neither have come
+        for other in (
+            state._replace(description="of another"),
+            state._replace(size_bytes=6),
+            state._replace(boundary_tokens=199),
+            state._replace(slot=1),
+            state._replace(kind="ring"),
+        ):
+            with pytest.raises(OtherContent, match=other.kind):
+                begin(store, "p", PROMPT, parts=(other,))
+
     def test_a_part_of_a_parent_is_never_served_for_tokens_it_has_not_seen(
         self, store: PrefixStore
     ) -> None:

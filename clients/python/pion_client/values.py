@@ -190,7 +190,10 @@ class Stored:
     namespace: str
     """The name, also where the server derived it."""
     already_stored: bool
-    """The same tokens and layout were there; nothing was written."""
+    """Nothing was written: the same model, tokens and layout were there, with parts described alike.
+
+    Bytes are not compared, neither of rows nor of parts.
+    """
     generation: int
     token_count: int
     """Rows of the whole chain."""
