@@ -134,7 +134,7 @@ extension PionClient {
     ) async throws -> Warmed {
         let first = Framing.header(try header.serializedBytes())
         let route = route(ofAttend: header.session)
-        let deadline = Deadline(timeout)
+        let deadline = until(timeout)
         let answer = try await sendWhole(deadline) {
             try await send(Service.attend.method("Store"), route: route, deadline: deadline) { send in
                 try await send(first)
@@ -220,7 +220,7 @@ extension PionClient {
                             descriptor: Service.attend.method("Stream"),
                             serializer: ProtobufSerializer<Pion_V1_AttendStreamRequest>(),
                             deserializer: ProtobufDeserializer<Pion_V1_AttendStreamResponse>(),
-                            options: callOptions(Deadline(nil))
+                            options: callOptions(self.until(nil))
                         ) { response in
                             for try await answer in response.messages { stream.take(answer) }
                         }

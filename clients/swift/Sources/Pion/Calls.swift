@@ -34,14 +34,18 @@ struct RawDeserializer: MessageDeserializer {
 }
 
 /// A moment by which something must be done. A caller that gave one is patient: a server that cannot be
-/// reached is waited for until then.
+/// reached is waited for until then. So is a client that has had answers, for `patience` each time that the
+/// server goes: it will be back, or its proxy.
 struct Deadline: Sendable {
     let end: ContinuousClock.Instant?
-    let isPatient: Bool
+    private let isPatient: Bool
+    private let patience: Duration
+    private let gone = Progress()
 
-    init(_ timeout: Duration?, otherwise: Duration? = nil) {
+    init(_ timeout: Duration?, otherwise: Duration?, patience: Duration) {
         isPatient = timeout != nil
         end = (timeout ?? otherwise).map { ContinuousClock.now + $0 }
+        self.patience = patience
     }
 
     var remaining: Duration? { end.map { max($0 - ContinuousClock.now, .zero) } }
@@ -50,9 +54,10 @@ struct Deadline: Sendable {
     ///
     /// - Parameter attempt: How many in a row have brought nothing; 0 if this one broke off on the way.
     func pause(after error: any Error, attempt: Int) async throws -> Bool {
-        guard let error = error as? PionError, var wait = error.pauseBeforeAskingAgain,
-            isPatient || attempt < triesMax
-        else { return false }
+        if attempt <= 1 { gone.touch() }
+        guard let error = error as? PionError, var wait = error.pauseBeforeAskingAgain else { return false }
+        let isWaitedFor = error.reason == .unavailable && ContinuousClock.now < gone.last + patience
+        guard isPatient || isWaitedFor || attempt < triesMax else { return false }
         if wait == .zero {  // spread, so that clients do not come back in step
             wait = .milliseconds(Double(min(max(attempt, 1), 10)) * .random(in: 100..<150))
         }
@@ -63,12 +68,17 @@ struct Deadline: Sendable {
 }
 
 extension PionClient {
+    /// Returns by when a call must be done whose caller gave this timeout.
+    func until(_ timeout: Duration?, otherwise: Duration? = nil) -> Deadline {
+        Deadline(timeout, otherwise: otherwise, patience: hasAnswered ? options.timeout : .zero)
+    }
+
     /// Makes a call with one answer, once.
     func once<Request: Message & Sendable, Answer: Message & Sendable>(
         _ method: MethodDescriptor, _ request: Request, route: String, timeout: Duration?,
         answer: Answer.Type = Answer.self
     ) async throws -> Answer {
-        try await call(method, request, route: route, deadline: Deadline(timeout, otherwise: options.timeout))
+        try await call(method, request, route: route, deadline: until(timeout, otherwise: options.timeout))
     }
 
     /// Makes a call with one answer that changes nothing, so that it may be tried again.
@@ -76,7 +86,7 @@ extension PionClient {
         _ method: MethodDescriptor, _ request: Request, route: String, timeout: Duration?,
         answer: Answer.Type = Answer.self
     ) async throws -> Answer {
-        let deadline = Deadline(timeout, otherwise: options.timeout)
+        let deadline = until(timeout, otherwise: options.timeout)
         var attempt = 1
         while true {
             do {
@@ -91,7 +101,7 @@ extension PionClient {
     private func call<Request: Message & Sendable, Answer: Message & Sendable>(
         _ method: MethodDescriptor, _ request: Request, route: String, deadline: Deadline
     ) async throws -> Answer {
-        try await translated {
+        let answer: Answer = try await translated {
             try await grpc.unary(
                 request: ClientRequest(message: request, metadata: metadata(route: route)),
                 descriptor: method,
@@ -102,6 +112,8 @@ extension PionClient {
                 try response.message
             }
         }
+        noteAnswer()
+        return answer
     }
 
     /// Hands every message of one stream to `take`; whatever that throws ends the stream.
@@ -119,6 +131,7 @@ extension PionClient {
                     options: callOptions(deadline)
                 ) { response in
                     for try await message in response.messages {
+                        self.noteAnswer()
                         progress.pause()  // the caller's own time does not count
                         defer { progress.touch() }
                         try await take(message)
@@ -136,7 +149,7 @@ extension PionClient {
         let failure = Mutex<(any Error)?>(nil)
         return try await watched { [self] progress in
             do {
-                return try await translated {
+                let answer: [UInt8] = try await translated {
                     try await grpc.clientStreaming(
                         request: StreamingClientRequest(metadata: metadata(route: route)) { writer in
                             do {
@@ -159,6 +172,8 @@ extension PionClient {
                         try response.message
                     }
                 }
+                self.noteAnswer()
+                return answer
             } catch {
                 // What went wrong while messages were made is the caller's own error.
                 throw failure.withLock { $0 } ?? error

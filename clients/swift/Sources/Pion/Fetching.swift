@@ -26,7 +26,7 @@ extension PionClient {
         try PionError.check32("slots", slots)
         let fetching = Fetching(Reception(bytesMax: options.fetchBytesMax))
         let request = fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
-        try await fetch(request, source, fetching, deadline: Deadline(timeout)) { _ in }
+        try await fetch(request, source, fetching, deadline: until(timeout)) { _ in }
         return fetching.reception.withLock { reception in
             guard let announced = reception.announced else { return nil }
             let (tensors, parts) = reception.result()
@@ -46,7 +46,7 @@ extension PionClient {
         try PionError.check32("slots", slots)
         let fetching = Fetching(Reception(bytesMax: options.fetchBytesMax, keeps: false))
         let request = fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
-        try await fetch(request, source, fetching, deadline: Deadline(timeout)) { arrived in
+        try await fetch(request, source, fetching, deadline: until(timeout)) { arrived in
             guard let announced = fetching.reception.withLock({ $0.announced }) else { return }
             do { try await take(announced, arrived) } catch { throw fetching.failed(error) }
         }

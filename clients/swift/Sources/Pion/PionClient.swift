@@ -42,6 +42,7 @@ public func withPionClient<Result: Sendable>(
 public final class PionClient: Sendable {
     let options: PionOptions
     let grpc: GRPCClient<HTTP2ClientTransport.Posix>
+    private let answered = Mutex(false)
     private let routes = Mutex(Routes())  // of prefixes, by name
     private let leases = Mutex(Routes())  // short-lived, and never at the cost of names
     private let sessions = Mutex(Routes())  // of attend, by session
@@ -88,6 +89,11 @@ public final class PionClient: Sendable {
         let host = address[..<colon].trimmingCharacters(in: CharacterSet(charactersIn: "[]"))
         return .dns(host: host, port: Int(port))
     }
+
+    /// Whether any call was answered, ever.
+    var hasAnswered: Bool { answered.withLock { $0 } }
+
+    func noteAnswer() { answered.withLock { $0 = true } }
 
     // MARK: Routes
 

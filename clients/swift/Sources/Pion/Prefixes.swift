@@ -219,7 +219,7 @@ extension PionClient {
         let outgoing = Outgoing(
             header: try header.serializedBytes(), tensors: tensors, parts: parts, firstRow: UInt64(base))
         let route = routeKey(model: model, tokenIDs: tokenIDs)
-        let deadline = Deadline(timeout)
+        let deadline = until(timeout)
         let answer = try await sendWhole(deadline) {
             try await send(Service.prefixStore.method("Store"), route: route, deadline: deadline) { send in
                 try await outgoing.forEach { message, _ in try await send(message) }

@@ -39,7 +39,7 @@ extension PionClient {
         }
         let first = Framing.header(try header.serializedBytes())
         let route = route(ofState: session)
-        let deadline = Deadline(timeout)
+        let deadline = until(timeout)
         let answer = try await sendWhole(deadline) {
             try await send(Service.ssmState.method("Store"), route: route, deadline: deadline) { send in
                 try await send(first)
@@ -55,7 +55,7 @@ extension PionClient {
     /// Brings a recurrent state back; nil is a miss. A stream that breaks goes on where it broke.
     public func fetchState(session: String, layer: Int, timeout: Duration? = nil) async throws -> SSMState? {
         try PionError.check32("layer", layer)
-        let deadline = Deadline(timeout)
+        let deadline = until(timeout)
         let arriving = Mutex(StateReception(bytesMax: options.fetchBytesMax))
         var fruitless = 0
         while !arriving.withLock({ $0.ended }) {
