@@ -44,6 +44,9 @@ from pion_wire.framing import RowChunk
 from pion_wire.layout import Layout, Side, TensorLayout
 from pion_wire.segment import SegmentLayout
 
+GAP_BYTES_SEALED = 1 << 20
+"""Zeros that may always go into a segment."""
+
 
 class RowsSession:
     """Rows being written into one tensor of a live prefix. Publish or abandon it."""
@@ -288,6 +291,17 @@ def check_not_shared(transaction: Transaction, row: PrefixRow, first_row: int) -
                 "first_row",
                 f"{child.namespace!r} shares the rows before {child.base}: drop it first",
             )
+
+
+def is_mostly_gaps(row: PrefixRow) -> bool:
+    """Says whether the segment of a live prefix would be much larger than the rows it got.
+
+    A gap costs nothing while it is none of the rows that came; a segment has its zeros.
+    """
+    tensors = Layout.from_json(row.layout).tensors
+    counts = zip(tensors, own_row_counts(row), strict=True)
+    size = sum(count * tensor.row_bytes for tensor, count in counts)
+    return size > 2 * row.disk_bytes + GAP_BYTES_SEALED
 
 
 def seal(workshop: Workshop, row: PrefixRow) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 
 from pion_grpc.core.blobs import BlobStore
 from pion_grpc.core.exporting import Exports
-from pion_grpc.core.live import RowsSession, begin_rows, seal
+from pion_grpc.core.live import RowsSession, begin_rows, is_mostly_gaps, seal, tensor_of
 from pion_grpc.core.matching import cut_to_parts, longest_match, served_with_parts
 from pion_grpc.core.membership import membership
 from pion_grpc.core.reading import (
@@ -67,6 +67,7 @@ from pion_grpc.errors import (
     LayoutDiffers,
     NotStored,
     OverBudget,
+    PionError,
     RowsOutOfRange,
     Unreadable,
 )
@@ -205,6 +206,8 @@ class PrefixStore:
     ) -> PrefixInfo:
         """Declares a prefix before it has rows; of an existing one replaces table and prefill time.
 
+        One whose sides were declared as sessions has a layout if they say the same of its tensors.
+
         Raises:
             LayoutDiffers: it exists with another layout.
             InvalidRequest: a name or a number is out of range.
@@ -219,7 +222,11 @@ class PrefixStore:
         self.space.check_declared(len(table.hashes) if table is not None else 0)
         with self._catalog.write() as transaction:
             row = transaction.by_name(tenant, namespace)
-            if row is not None and row.layout != layout.to_json():
+            if (
+                row is not None
+                and row.layout != layout.to_json()
+                and not _declares(transaction, row, layout)
+            ):
                 raise LayoutDiffers(f"{namespace!r} has another layout", namespace=namespace)
             if row is None:
                 identity = transaction.insert(
@@ -346,7 +353,12 @@ class PrefixStore:
     def save(self, tenant: str | None, namespaces: list[str]) -> int:
         """Seals live prefixes (of one tenant, or all): one segment each, on stable storage.
 
-        Returns how many are segments now and were not before.
+        Returns how many are segments now and were not before. Those that nobody names, and that would
+        be zeros for the most part, are brought to stable storage as the rows they are.
+
+        Raises:
+            NotStored: one that is named is not there.
+            PionError: why the first of those that could not be sealed was not; all others are.
         """
         check_names(namespaces)
         with self._catalog.read() as transaction:
@@ -359,7 +371,19 @@ class PrefixStore:
                     rows.append(row)
             else:
                 rows = transaction.live(tenant)
-        return sum(seal(self.workshop, row) for row in rows if row.state == "live")
+        sealed, failed = 0, None
+        for row in rows:
+            try:
+                if not namespaces and is_mostly_gaps(row):
+                    sync_prefixes(self.workshop, [row])
+                elif row.state == "live":
+                    sealed += seal(self.workshop, row)
+            except PionError as error:
+                self.space.note_trouble(row.namespace, f"{row.namespace!r} is not sealed: {error}")
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return sealed
 
     def sync(self) -> None:
         """Returns when everything acknowledged before is on stable storage."""

