@@ -82,6 +82,7 @@ from pion_grpc.storage.catalog import (
 )
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
+from pion_grpc.storage.sides import Sides
 from pion_grpc.storage.states import States
 from pion_wire import limits
 from pion_wire.blocks import common_tokens, root_hash
@@ -857,6 +858,14 @@ def _with_parts(
         return (RowRange() if cut else rows), cut
     end, cut = cut_to_parts(parts, query.part_kinds, rows.end)
     return (RowRange(rows.begin, end) if end >= rows.begin else RowRange()), cut
+
+
+def _declares(transaction: Transaction, row: PrefixRow, layout: Layout) -> bool:
+    """Whether sessions declare just these sides of a prefix, and of all these tensors the same."""
+    sides = {tensor.side for tensor in layout.tensors}
+    return sides == set(map(Side, Sides(transaction).of(row.id))) and all(
+        tensor_of(transaction, row, tensor.slot, tensor.side) == tensor for tensor in layout.tensors
+    )
 
 
 def _expectation(row: PrefixRow, query: LookupQuery, token_ids: bytes) -> tuple[MissReason, int]:

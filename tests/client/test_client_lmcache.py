@@ -138,6 +138,30 @@ def test_what_is_declared_otherwise_is_never_taken_for_the_same(
         PionStore(address=both.address, vquant="fp12")
 
 
+@pytest.mark.parametrize("vquant", ["fp16", "int8", "turbo4", "mlx4g32"])
+def test_what_the_other_wire_declared_is_no_other_layout(
+    both: ServerProcess, name: str, vquant: str
+) -> None:
+    k = rows(10, KV_DIM, KV_DIM)
+    resp = Wire(both.ready["resp"])
+    assert resp("KV.PREFIX.REGISTER", name, KV_DIM, vquant) == "OK"
+    assert resp("V.CREATE", f"{name}-bare", KV_DIM, "VQUANT", vquant) > 0
+    with PionStore(address=both.address, vquant=vquant) as store:
+        for width, codec in ((KV_DIM, "turbo3"), (2 * KV_DIM, vquant)):
+            with pytest.raises(LayoutDiffers):
+                store.register(name, width, codec)
+        with pytest.raises(LayoutDiffers):
+            store.register(f"{name}-bare", KV_DIM)  # has one side
+        for layer in range(2):
+            store.register(name, KV_DIM)  # before there are rows, and with some
+            store.store_layer(name, "K", layer, 0, k)
+        got = resp("V.FETCH", f"{name}_pk", "BATCH", 0, KV_DIM)
+        assert got == [through(vquant, k).tobytes()] * 2
+        with pytest.raises(LayoutDiffers):
+            store.register(name, KV_DIM, "turbo3")
+    resp.close()
+
+
 def test_rows_are_the_same_over_the_other_wire(both: ServerProcess, name: str) -> None:
     k, v = rows(7, LAYERS, TOKENS, KV_DIM), rows(8, LAYERS, TOKENS, KV_DIM)
     resp = Wire(both.ready["resp"])
