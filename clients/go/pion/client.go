@@ -3,12 +3,10 @@ package pion
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"encoding/base64"
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -16,8 +14,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
-	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/metadata"
 
 	"pion-grpc/clients/go/pionv1"
@@ -41,6 +37,9 @@ const (
 type Options struct {
 	// TLS encrypts the connection; nil: plain. TLSFromFiles makes one.
 	TLS *tls.Config
+	// TLSFiles encrypts the connection instead of TLS, with what is in files whenever one is made: neither
+	// a renewed certificate nor another authority needs a restart.
+	TLSFiles *TLSFiles
 	// Tenant and Password are the credentials; an empty password sends none.
 	Tenant   string
 	Password string
@@ -77,9 +76,9 @@ func Dial(address string, options Options) (*Client, error) {
 	options.StallTimeout = orDefault(options.StallTimeout, DefaultStallTimeout)
 	options.FetchBytesMax = orDefault(options.FetchBytesMax, DefaultFetchBytesMax)
 
-	secure := insecure.NewCredentials()
-	if options.TLS != nil {
-		secure = credentials.NewTLS(options.TLS)
+	secure, err := options.credentials()
+	if err != nil {
+		return nil, err
 	}
 	dialOptions := []grpc.DialOption{
 		grpc.WithTransportCredentials(secure),
@@ -137,37 +136,6 @@ func (c *Client) Outgoing(ctx context.Context, route string) context.Context {
 		pairs = append(pairs, "authorization", "Basic "+base64.StdEncoding.EncodeToString([]byte(pair)))
 	}
 	return metadata.AppendToOutgoingContext(ctx, pairs...)
-}
-
-// TLSFromFiles returns a configuration that trusts the authorities of a PEM file (empty: the system's)
-// and shows the certificate of another two (empty: none). The certificate is read anew for every
-// connection, so that a renewed one needs no restart. The authorities are read once: where they change, a
-// file with the old one and the new one bridges the time until the program is started again.
-func TLSFromFiles(authorities, certificate, key string) (*tls.Config, error) {
-	config := &tls.Config{MinVersion: tls.VersionTLS13}
-	if authorities != "" {
-		text, err := os.ReadFile(authorities)
-		if err != nil {
-			return nil, fmt.Errorf("pion: %w", err)
-		}
-		config.RootCAs = x509.NewCertPool()
-		if !config.RootCAs.AppendCertsFromPEM(text) {
-			return nil, fmt.Errorf("pion: %s holds no certificate", authorities)
-		}
-	}
-	if (certificate == "") != (key == "") {
-		return nil, fmt.Errorf("pion: a certificate (%q) and its key (%q) go together", certificate, key)
-	}
-	if certificate != "" {
-		if _, err := tls.LoadX509KeyPair(certificate, key); err != nil {
-			return nil, fmt.Errorf("pion: %w", err)
-		}
-		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
-			pair, err := tls.LoadX509KeyPair(certificate, key)
-			return &pair, err
-		}
-	}
-	return config, nil
 }
 
 const hostCharacters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._"

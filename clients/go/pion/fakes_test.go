@@ -637,9 +637,36 @@ func TestMutualTLSLetsInWhoHasACertificateAndNobodyElse(t *testing.T) {
 			t.Errorf("%s: %+v", what, prefix.Info)
 		}
 	}
-	// Asking again does not make a certificate trusted, however much time there is.
+	// An authority that changes needs no restart.
+	changing := TLSFiles{trusted.path("changing.pem"), trusted.path("client.pem"), trusted.path("client.key")}
+	replaced := func(from string) {
+		text, err := os.ReadFile(from)
+		if err == nil {
+			err = os.WriteFile(changing.Authorities, text, 0o600)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	replaced(strange.path("ca.pem"))
+	follows := dial(t, address, Options{TLSFiles: &changing})
+	if _, err := follows.Lookup(t.Context(), LookupRequest{Namespace: "encrypted"}); !errors.Is(err, ReasonNotAuthenticated) {
+		t.Error(err)
+	}
+	replaced(trusted.path("ca.pem"))
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
+	for err := errors.New("not yet"); err != nil; { // gRPC waits before it connects again
+		_, err = follows.Lookup(ctx, LookupRequest{Namespace: "encrypted"})
+		if err != nil && !errors.Is(err, ReasonNotAuthenticated) {
+			t.Fatal(err)
+		}
+	}
+	if client, err := Dial(address, Options{TLSFiles: &TLSFiles{Authorities: "nowhere.pem"}}); err == nil {
+		client.Close()
+		t.Error("files that are not there were taken")
+	}
+	// Asking again does not make a certificate trusted, however much time there is.
 	wrong := mutual(strange.path("ca.pem"), trusted.path("client.pem"), trusted.path("client.key"))
 	if _, err := dial(t, address, wrong).Lookup(ctx, LookupRequest{Namespace: "encrypted"}); !errors.Is(err, ReasonNotAuthenticated) || ctx.Err() != nil {
 		t.Error(err)

@@ -1,6 +1,7 @@
 package pion
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"strings"
@@ -40,6 +41,20 @@ func TestNothingIsLostBehindAProxy(t *testing.T) {
 		state, err := client.FetchState(t.Context(), request.Namespace, 0)
 		if err != nil || string(state.Data) != string(noise(request.Namespace, "state", 500)) {
 			t.Errorf("the state of %s is lost: %v", request.Namespace, err)
+		}
+	}
+	// What is declared with the tokens binds the store that follows, wherever the name leads.
+	for i := range 6 {
+		name := fmt.Sprintf("declared-%d", i)
+		request := sample(name, wire.F16, 130)
+		request.TokenIDs[0] = uint32(2_000 + i)
+		layout := wire.Layout{{Side: wire.K, Heads: 1, HeadDim: 4, DType: wire.F32}}
+		declared := Registration{Namespace: name, Layout: layout, Model: sampleModel, TokenIDs: request.TokenIDs}
+		if _, _, err := client.Register(t.Context(), declared); err != nil {
+			t.Fatal(err)
+		}
+		if stored, err := client.Store(t.Context(), request); !errors.Is(err, ReasonLayout) {
+			t.Errorf("%s was declared with another layout: %+v, %v", name, stored, err)
 		}
 	}
 	// Neither ends the connection that the calls after it use.

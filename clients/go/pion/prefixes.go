@@ -191,10 +191,18 @@ type Registration struct {
 	Model     string
 	Table     *BlockTable
 	PrefillMS float64
+	// TokenIDs are those that will be stored, of the same model, or at least their first 64. They are not
+	// sent: they say which node of a mesh Store will go to. Without them the node is the name's, and what
+	// is declared there binds nothing that is stored elsewhere.
+	TokenIDs []uint32
 }
 
 // Register declares layout, table and prefill time of a prefix; says where it stands, and its generation.
 func (c *Client) Register(ctx context.Context, registration Registration) (State, uint64, error) {
+	if len(registration.TokenIDs) > 0 {
+		route := wire.RouteKey(c.options.Tenant, registration.Model, registration.TokenIDs)
+		c.routes.follow(registration.Namespace, nil, route)
+	}
 	route := c.routes.prefix(registration.Namespace)
 	answer, err := once(c, ctx, route, c.prefixes.Register, &pionv1.PrefixStoreRegisterRequest{
 		Namespace: registration.Namespace,
