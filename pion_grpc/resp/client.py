@@ -4,6 +4,7 @@ Knows no sockets and no commands. Everything here is touched on the event loop o
 """
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import NamedTuple
 
 from pion_grpc.resp.protocol import Request
 from pion_grpc.resp.reply import Version
+
+_FIRST_NUMBER_BITS = 52  # no number leaves what a double holds exactly
 
 
 class Queued(NamedTuple):
@@ -80,10 +83,14 @@ class Client:
 
 
 class Clients:
-    """All connected clients, by their number, which is never used again."""
+    """All connected clients of a process, by their number, which is never used again.
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+    With `shared`, other processes answer at the same address: so that no number of theirs is one of
+    these, they are counted from a random one on.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self._numbers = itertools.count(secrets.randbits(_FIRST_NUMBER_BITS) if shared else 1)
         self._clients: dict[int, Client] = {}
         self.accepted = 0
 

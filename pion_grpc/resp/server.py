@@ -112,7 +112,7 @@ class RespServer:
             self.keyspace,
             access,
             attend,
-            Clients(),
+            Clients(shared=not self._owns_address),
             Facts(__version__, BUILD, port_of(self._sockets.resp), settings.worker),
             Options(
                 settings.namespace_prefix, settings.memory_max, settings.export, settings.logged

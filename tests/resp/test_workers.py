@@ -87,6 +87,15 @@ def test_a_worker_that_dies_is_replaced_and_took_nothing_along(server: ServerPro
     replacement.close()
 
 
+def test_no_connection_has_the_number_of_another(server: ServerProcess) -> None:
+    wires = connections(server)
+    numbers = [wire("CLIENT", "ID") for wire in wires]
+    assert len(set(numbers)) == len(wires)
+    assert numbers[-1] == wires[-1]("CLIENT", "ID") < 1 << 53
+    for wire in wires:
+        wire.close()
+
+
 def test_the_limit_of_sessions_is_one_for_all(start_server: Callable[..., ServerProcess]) -> None:
     flags = ("--workers", "2", "--resp", "127.0.0.1:0", "--max-sessions", "8")
     server = start_server(*flags)

@@ -189,7 +189,7 @@ def _persistence(call: Call) -> dict[str, int | str]:
         "wal_full_policy": "refuse",
         "wal_durability_lost": 0,
         "snapshot_version": 2,
-        "streams_persisted": 1,
+        "streams_persisted": 0,
         "ttls_persisted": 1,
     }
 
