@@ -40,7 +40,10 @@ def seen(client: Client) -> Seen:
     found: Seen = {}
     for name in sorted(prefix.namespace for prefix in client.list()):
         codecs = ["int8"] if name == "lossy" else []
-        prefix = client.fetch(name, codecs=codecs, part_kinds=["state"])
+        info = client.lookup(name).prefix
+        assert info is not None
+        kinds = {p.kind for p in info.parts if p.boundary_tokens == info.token_count}
+        prefix = client.fetch(name, codecs=codecs, part_kinds=sorted(kinds))
         assert prefix is not None, name
         rows = [
             bits(array)
@@ -49,8 +52,6 @@ def seen(client: Client) -> Seen:
             for array in (side.arrays if codecs else (side,))
         ]
         parts = [(part.info, b"".join(bytes(b) for b in part.buffers)) for part in prefix.parts]
-        info = client.lookup(name).prefix
-        assert info is not None
         found[name] = (
             rows, parts, prefix.layout, prefix.fidelity, prefix.model, prefix.packed_token_ids,
             info.parent, info.base, info.parts,
