@@ -164,6 +164,31 @@ def test_counters_refuse_what_is_no_number(wire: Wire) -> None:
     assert wire("HINCRBY", "h", "g", 5) == Refused("ERR hash value is not an integer")
 
 
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        *(((f"FLUSH{what}", *words), "ERR syntax error")
+          for what in ("ALL", "DB")
+          for words in (("JUNK",), ("",), ("ASYNC", "SYNC"), ("SYNC", "x"), ("x" * 100,))),
+        (("LPOP", "l", 1, 1), "ERR wrong number of arguments for 'lpop' command"),
+        (("RPOP", "l", 1, "x"), "ERR wrong number of arguments for 'rpop' command"),
+        (("SPOP", "s", 1, 1), "ERR syntax error"),
+        (("ZPOPMIN", "z", 1, 1), "ERR syntax error"),
+        (("ZPOPMAX", "z", 1, "x"), "ERR syntax error"),
+    ],
+)  # fmt: skip
+def test_a_word_too_many_takes_nothing_away(
+    wire: Wire, words: tuple[Any, ...], refusal: str
+) -> None:
+    wire.pipeline(("RPUSH", "l", 1, 2), ("SADD", "s", 1, 2), ("ZADD", "z", 1, "a", 2, "b"))
+    assert wire(*words) == Refused(refusal)
+    assert wire.pipeline(("LLEN", "l"), ("SCARD", "s"), ("ZCARD", "z")) == [2, 2, 2]
+    for word in ("ASYNC", "sync"):
+        wire("SET", "k", 1)
+        assert wire(words[0] if "FLUSH" in words[0] else "FLUSHDB", word) == "OK"
+        assert wire("DBSIZE") == 0
+
+
 def test_another_kind_is_refused_and_left_alone(wire: Wire) -> None:
     wire("SET", "s", "v")
     wire("RPUSH", "l", "v")

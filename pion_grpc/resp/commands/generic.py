@@ -61,7 +61,9 @@ def db_size(call: Call) -> Answer:
 
 
 def flush(call: Call) -> Answer:
-    """`FLUSHALL` and `FLUSHDB`: the keys of whoever asks; sessions and states stay."""
+    """`FLUSHALL` and `FLUSHDB [ASYNC|SYNC]`: the keys of whoever asks; sessions and states stay."""
+    if call.count > 1 or (call.count and call.word(0) not in ("ASYNC", "SYNC")):
+        raise syntax_error()
     call.keyspace.clear()
     return OK
 

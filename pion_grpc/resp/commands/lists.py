@@ -18,6 +18,8 @@ def push(call: Call) -> Answer:
 
 def pop(call: Call) -> Answer:
     """`LPOP`, `RPOP key [count]`."""
+    if call.count > 2:
+        raise ReplyError(call.command.refusal_of_words())
     many = call.count > 1
     refusal = "ERR value is out of range, must be positive"
     count = call.integer(1, 0, POP_MAX, refusal) if many else 1

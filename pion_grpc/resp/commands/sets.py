@@ -54,6 +54,8 @@ def move(call: Call) -> Answer:
 
 def pop(call: Call) -> Answer:
     """`SPOP key [count]`."""
+    if call.count > 2:
+        raise syntax_error()
     refusal = "ERR value is out of range, must be positive"
     wanted = call.integer(1, 0, refusal=refusal) if call.count > 1 else 1
     taken = call.keyspace.members(call.raw(0))[:wanted]

@@ -166,6 +166,8 @@ def remove_by_score(call: Call) -> Answer:
 
 def pop(call: Call) -> Answer:
     """`ZPOPMIN`, `ZPOPMAX key [count]`."""
+    if call.count > 2:
+        raise syntax_error()
     refusal = "ERR value is out of range, must be positive"
     wanted = call.integer(1, 0, refusal=refusal) if call.count > 1 else 1
     reverse = call.command.name == "ZPOPMAX"
