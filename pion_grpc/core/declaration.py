@@ -28,6 +28,12 @@ class Declaration:
     default: LayerSpec | None
     """Of the layers that have no spec of their own; None: they cannot be stored."""
     layers: tuple[LayerSpec, ...] = ()
+    bare: bool = False
+    """Whether a session of the namespace's own name, and no prefix, was declared."""
+
+    def same_tensors(self, other: "Declaration") -> bool:
+        """Whether both say the same of every layer."""
+        return (self.default, self.layers) == (other.default, other.layers)
 
     def spec(self, slot: int) -> LayerSpec | None:
         """Returns what a layer is; None if nothing says so."""
@@ -47,13 +53,16 @@ class Declaration:
 
     def to_json(self) -> str:
         """Returns the text that the catalogue keeps."""
-        return json.dumps([self.default, self.layers], separators=(",", ":"))
+        bare = [True] if self.bare else []
+        return json.dumps([self.default, self.layers, *bare], separators=(",", ":"))
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def from_json(text: str) -> "Declaration":
         """Returns the declaration that `to_json` wrote."""
-        default, layers = json.loads(text)
+        default, layers, *bare = json.loads(text)
         return Declaration(
-            LayerSpec(*default) if default else None, tuple(LayerSpec(*layer) for layer in layers)
+            LayerSpec(*default) if default else None,
+            tuple(LayerSpec(*layer) for layer in layers),
+            bare=bool(bare),
         )

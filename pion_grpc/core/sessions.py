@@ -179,6 +179,7 @@ class Sessions:
 
         Raises:
             InvalidRequest: a name or a number is out of range.
+            LayoutDiffers: a session of the namespace's own name is its K side, and declared otherwise.
             OverBudget: the catalogue has reached the budget.
         """
         check_namespace(namespace)
@@ -190,6 +191,8 @@ class Sessions:
             for side, declaration in declarations.items():
                 if side not in existing:
                     self._declare(transaction, row.id, side, declaration)
+                else:
+                    _check_same_by_name(transaction, row, side, declaration)
             if table is not None:
                 transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
                 self._count_records(1)
@@ -200,17 +203,23 @@ class Sessions:
         """Declares one session and returns its number; one that exists stays as it is.
 
         Raises:
-            LayoutDiffers: it exists and is `exactly` not that.
+            LayoutDiffers: it exists and is `exactly` not that, or not that and of another name.
             InvalidRequest: the name is out of range.
         """
         namespace, side = SessionName.of(sid)
         check_namespace(namespace)
+        declaration = dataclasses.replace(declaration, bare=sid == namespace)
         with self._writing() as transaction:
             row = self._found_or_new(transaction, tenant, namespace)
             if side not in _sides(transaction, row):
                 self._declare(transaction, row.id, side, declaration)
-            elif exactly and Sides(transaction).of(row.id).get(side) != declaration.to_json():
-                raise LayoutDiffers(f"{sid!r} exists, and is declared otherwise", namespace=sid)
+            else:
+                _check_same_by_name(transaction, row, side, declaration)
+                known = Sides(transaction).of(row.id).get(side)
+                if exactly and not (
+                    known and Declaration.from_json(known).same_tensors(declaration)
+                ):
+                    raise LayoutDiffers(f"{sid!r} exists, and is declared otherwise", namespace=sid)
             transaction.stamp([(row.id, side.value)])
         return _number(row.id, side)
 
@@ -663,6 +672,30 @@ def _sides(transaction: Transaction, row: PrefixRow) -> frozenset[Side]:
     """Returns the sides that a prefix has: declared ones, and those of its tensors."""
     declared = {Side(side) for side in Sides(transaction).of(row.id)}
     return frozenset(declared | {t.side for t in Layout.from_json(row.layout).tensors})
+
+
+def _check_same_by_name(
+    transaction: Transaction, row: PrefixRow, side: Side, declaration: Declaration
+) -> None:
+    """Refuses `s` where there is another `s_pk`, and the other way round: both name one session.
+
+    One that is declared by both is the side of a prefix.
+
+    Raises:
+        LayoutDiffers: they are not alike.
+    """
+    sides = Sides(transaction)
+    text = sides.of(row.id).get(side)
+    known = Declaration.from_json(text) if text else None
+    if known is None or known.bare == declaration.bare:
+        return
+    if not known.same_tensors(declaration):
+        name = row.namespace
+        raise LayoutDiffers(
+            f"{name!r} and '{name}_pk' are one session, declared otherwise", namespace=name
+        )
+    if known.bare:
+        sides.redeclare(row.id, side, declaration.to_json())
 
 
 def _first_layer_rows(row: PrefixRow) -> int:

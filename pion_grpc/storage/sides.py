@@ -25,6 +25,9 @@ CREATE INDEX side_use ON side (last_use);
 """
 
 
+_K_OF_PREFIX = "side = 'k' AND json_extract(declared, '$[2]') IS NULL"
+
+
 class SideRow(NamedTuple):
     """One declared side."""
 
@@ -40,6 +43,7 @@ class SideTotals(NamedTuple):
     rows: int
     bytes: int
     k_sides: int
+    """Of prefixes: those that are sessions of the namespace's own name do not count."""
     k_rows: int
 
 
@@ -61,6 +65,12 @@ class Sides:
             (prefix, side, declared, self._transaction.next("clock")),
         )
 
+    def redeclare(self, prefix: int, side: str, declared: str) -> None:
+        """Replaces what is declared of a side; its rows and its use stay."""
+        self._transaction.run(
+            "UPDATE side SET declared = ? WHERE prefix = ? AND side = ?", (declared, prefix, side)
+        )
+
     def resized(self, prefix: int, side: str, rows: int, size: int) -> None:
         """Notes that a side has so many rows and bytes more, or fewer."""
         self._transaction.run(
@@ -75,7 +85,8 @@ class Sides:
         )
         rows = self._transaction.all(
             "SELECT count(*), coalesce(sum(rows), 0), coalesce(sum(bytes), 0),"
-            " count(*) FILTER (WHERE side = 'k'), coalesce(sum(rows) FILTER (WHERE side = 'k'), 0)"
+            f" count(*) FILTER (WHERE {_K_OF_PREFIX}),"
+            f" coalesce(sum(rows) FILTER (WHERE {_K_OF_PREFIX}), 0)"
             f" FROM side{of_tenant}",
             () if tenant is None else (tenant,),
         )

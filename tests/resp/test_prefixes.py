@@ -281,6 +281,29 @@ def test_dropped_and_evicted_sessions_stay_gone(start_resp: Callable[..., Resp])
     assert answers == ["MISS", "MISS", "HIT"]
 
 
+def test_a_session_of_its_own_name_is_no_prefix_and_never_two_sessions(
+    start_resp: Callable[..., Resp],
+) -> None:
+    wire = start_resp().connect()
+    number = wire("V.CREATE", "own", 64, "VQUANT", "fp16")
+    wire("V.STOREBATCH", "own", 0, 0, 1, bytes(64 * 4))
+    assert [info(wire)[name] for name in ("registered_prefixes", "total_prefix_tokens")] == [0, 0]
+    assert info(wire)["vstore_sessions"] == 1
+    for refused in (
+        wire("V.CREATE", "own_pk", 128, "VQUANT", "fp16"),
+        wire("V.CREATE", "own_pk", 64),
+        wire("KV.PREFIX.REGISTER", "own", 64, "int8"),
+    ):
+        assert refused.text.startswith("ERR "), refused
+        assert "one session" in refused.text
+    assert wire("KV.PREFIX.LOOKUP", "own") == "MISS"
+    assert wire("V.CREATE", "own", 128) == number, "the same name declares nothing anew"
+    assert wire("KV.PREFIX.REGISTER", "own", 64, "fp16") == "OK"
+    assert wire("V.CREATE", "own", 64, "VQUANT", "fp16") == number
+    assert [info(wire)[name] for name in ("registered_prefixes", "total_prefix_tokens")] == [1, 1]
+    assert wire("V.CREATE", "own", 64).text.startswith("ERR V.CREATE: ")
+
+
 def test_counters_follow_what_is_stored(start_resp: Callable[..., Resp]) -> None:
     resp = start_resp()
     wire = resp.connect()

@@ -57,7 +57,10 @@ def create(call: Call) -> Answer:
         name = call.raw(3)
     codec = stored_as(name, width, "V.CREATE: unknown VQUANT format")
     side = Declaration(LayerSpec(width, codec))
-    return call.services.sessions.create(call.tenant, sid, side, exactly=False)
+    try:
+        return call.services.sessions.create(call.tenant, sid, side, exactly=False)
+    except LayoutDiffers as error:
+        raise ReplyError(f"ERR V.CREATE: {error}") from error
 
 
 def store_batch(call: Call) -> Answer:
