@@ -25,6 +25,7 @@ from pion_client.connection import (
     retried,
     target_of,
 )
+from pion_client.routes import Routes
 from pion_wire.blocks import pack_token_ids, route_key
 from pion_wire.framing import frame_header
 from pion_wire.v1 import error_reason_pb2, types_pb2
@@ -343,6 +344,18 @@ def test_every_call_has_a_deadline_and_a_route(peer: Peer) -> None:
         client.lookup("name", model="m", token_ids=ids)
     assert peer.routes == ["Gr%C3%BC%C3%9Fe|v1", by_tokens, by_tokens, by_tokens, by_tokens]
     assert max(peer.deadlines) < 4_000  # gRPC rounds long ones up
+
+
+def test_leases_displace_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pion_client.routes.ROUTES_MAX", 2)
+    routes = Routes()
+    routes.remember("name", "by tokens")
+    for number in range(5):
+        routes.remember(bytes([number]) * 16, f"lease {number}")
+        routes.remember("another", "elsewhere")
+    assert routes.of("name") == "by tokens"
+    assert routes.of(bytes([4]) * 16) == "lease 4"
+    assert routes.of(bytes(16)) == bytes(16).hex(), "the oldest are forgotten"
 
 
 @pytest.mark.parametrize(

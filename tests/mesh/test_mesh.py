@@ -325,6 +325,17 @@ def test_no_message_is_larger_than_clients_of_any_language_take(stored: Shelf) -
     assert total > sum(side.nbytes for pair in LARGE for side in pair)
 
 
+def test_every_proxy_answers_to_the_name_that_all_have(stored: Shelf) -> None:
+    """The guide gives clients one name for all of them."""
+    for name in "ab":
+        context = ssl.create_default_context(cafile=str(stored.tls.ca))
+        context.load_cert_chain(str(stored.tls.cert), str(stored.tls.key))
+        with socket.create_connection(("127.0.0.1", stored.node(name).port), timeout=10) as bare:
+            shared = stored.mesh.server_name
+            with context.wrap_socket(bare, server_hostname=shared) as peer:  # it checks
+                assert peer.version()
+
+
 def test_certificates_are_renewed_under_running_calls(stored: Shelf) -> None:
     def served(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=10) as bare:

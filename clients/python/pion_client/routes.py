@@ -8,7 +8,7 @@ import collections
 import threading
 
 ROUTES_MAX = 50_000
-"""Names that are remembered, 300 bytes each."""
+"""Names that are remembered, 300 bytes each; and as many leases, which displace no name."""
 ROUTE_CHARACTERS_MAX = 200
 """What is longer is no name; the server says so, if its route fits into the call's metadata."""
 
@@ -23,32 +23,34 @@ class Routes:
     def __init__(self, everywhere: tuple[str, ...] = ()) -> None:
         self.everywhere = everywhere
         self._lock = threading.Lock()
-        self._routes: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._names: collections.OrderedDict[str | bytes, str] = collections.OrderedDict()
+        self._leases: collections.OrderedDict[str | bytes, str] = collections.OrderedDict()
 
     def remember(self, key: str | bytes, route: str) -> None:
         """Remembers the newest."""
         with self._lock:
-            self._routes[_text(key)] = route
-            self._routes.move_to_end(_text(key))
-            if len(self._routes) > ROUTES_MAX:
-                self._routes.popitem(last=False)
+            routes = self._of_kind(key)
+            routes[key] = route
+            routes.move_to_end(key)
+            if len(routes) > ROUTES_MAX:
+                routes.popitem(last=False)
 
     def of(self, key: str | bytes) -> str:
         """Returns the route; of what is not known, the name itself."""
         with self._lock:
-            return self._routes.get(_text(key), by_name(_text(key)))
+            known = self._of_kind(key).get(key)
+        return known or by_name(key.hex() if isinstance(key, bytes) else key)
 
     def where(self, key: str | bytes) -> tuple[str, ...]:
         """Returns the routes to try, one after the other: all nodes, if it is not known."""
         with self._lock:
-            known = _text(key) in self._routes
+            known = key in self._of_kind(key)
         return (self.of(key),) if known else (self.of(key), *self.everywhere)
+
+    def _of_kind(self, key: str | bytes) -> collections.OrderedDict[str | bytes, str]:
+        return self._leases if isinstance(key, bytes) else self._names
 
 
 def by_name(name: str) -> str:
     """Returns the route of what is known by its name alone."""
     return name[:ROUTE_CHARACTERS_MAX]
-
-
-def _text(key: str | bytes) -> str:
-    return key.hex() if isinstance(key, bytes) else key
