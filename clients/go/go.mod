@@ -3,6 +3,7 @@ module pion-grpc/clients/go
 go 1.26.0
 
 require (
+	github.com/cespare/xxhash/v2 v2.3.0
 	google.golang.org/genproto/googleapis/rpc v0.0.0-20261110000943-09e21b237f2c
 	google.golang.org/grpc v1.85.0
 	google.golang.org/protobuf v1.36.12

@@ -42,8 +42,9 @@ def test_the_go_client_loses_nothing_behind_a_proxy() -> None:
             shelf.open("abc", proxies="a")
             node = shelf.node("a")
             go(
-                *("test", "-count=1", "-run", "BehindAProxy", "./pion"),
+                *("test", "-count=1", "-run", "NothingIsLost", "./pion"),
                 PION_TEST_MESH=f"{node.address}:{node.port}",
+                PION_TEST_NODES=",".join(shelf.keys),
                 PION_TEST_TLS=str(shelf.out / "clients/user"),
                 PION_PASSWORD=PASSWORD,
             )

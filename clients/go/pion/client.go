@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -56,7 +57,7 @@ type Options struct {
 // Client talks to one server, or to a mesh behind one address. It is safe for concurrent use.
 type Client struct {
 	options  Options
-	conn     *grpc.ClientConn
+	conn     channel
 	prefixes pionv1.PrefixStoreClient
 	attend   pionv1.AttendClient
 	states   pionv1.SSMStateClient
@@ -66,12 +67,11 @@ type Client struct {
 }
 
 // Dial makes a client for "host:port" or "unix:/path", of one server or of a proxy that knows the nodes of a
-// mesh; a list of nodes is not taken. It does not wait for the server: the first call connects.
+// mesh. It does not wait for the server: the first call connects.
+//
+// With "host:port,host:port" it is a client of all nodes of a mesh, each as it is named everywhere: every call
+// goes to the node that a proxy would send it to. An address of a proxy has no place in such a list.
 func Dial(address string, options Options) (*Client, error) {
-	target, local, err := targetOf(address)
-	if err != nil {
-		return nil, err
-	}
 	options.Timeout = orDefault(options.Timeout, DefaultTimeout)
 	options.StallTimeout = orDefault(options.StallTimeout, DefaultStallTimeout)
 	options.FetchBytesMax = orDefault(options.FetchBytesMax, DefaultFetchBytesMax)
@@ -100,12 +100,9 @@ func Dial(address string, options Options) (*Client, error) {
 	}
 	answered := new(atomic.Bool)
 	dialOptions = append(dialOptions, checked(answered)...)
-	if local { // a proxy elsewhere cannot reach this host's loopback
-		dialOptions = append(dialOptions, grpc.WithNoProxy())
-	}
-	conn, err := grpc.NewClient(target, append(dialOptions, options.DialOptions...)...)
+	conn, err := connect(address, append(dialOptions, options.DialOptions...))
 	if err != nil {
-		return nil, fmt.Errorf("pion: %w", err)
+		return nil, err
 	}
 	return &Client{
 		options:  options,
@@ -119,12 +116,44 @@ func Dial(address string, options Options) (*Client, error) {
 	}, nil
 }
 
+// connect returns the channel of an address, or of several with commas between them.
+func connect(address string, options []grpc.DialOption) (channel, error) {
+	names := strings.Split(address, ",")
+	if strings.HasPrefix(address, "unix:") {
+		names = []string{address}
+	}
+	conns := map[string]*grpc.ClientConn{}
+	all := newNodes(names, conns)
+	for _, name := range names {
+		target, local, err := targetOf(name)
+		if err == nil && conns[name] != nil {
+			err = fmt.Errorf("%s is named twice", name)
+		}
+		if err == nil {
+			options := slices.Clone(options)
+			if local { // a proxy elsewhere cannot reach this host's loopback
+				options = append([]grpc.DialOption{grpc.WithNoProxy()}, options...)
+			}
+			conns[name], err = grpc.NewClient(target, options...)
+		}
+		if err != nil {
+			delete(conns, name)
+			all.Close()
+			return nil, fmt.Errorf("pion: %w", err)
+		}
+	}
+	if len(names) == 1 {
+		return conns[address], nil
+	}
+	return all, nil
+}
+
 // Close ends every call and the connection.
 func (c *Client) Close() error { return c.conn.Close() }
 
 // Conn returns the connection, for calls that this package has no method for. Such calls take their
 // context from Outgoing.
-func (c *Client) Conn() *grpc.ClientConn { return c.conn }
+func (c *Client) Conn() grpc.ClientConnInterface { return c.conn }
 
 // Outgoing returns a context with the metadata that every call carries: who asks, and where a proxy
 // shall send it. A route is a name, or wire.RouteKey where token ids are known; what is beyond 200
@@ -145,7 +174,7 @@ func targetOf(address string) (target string, local bool, err error) {
 	if path, ok := strings.CutPrefix(address, "unix:"); ok {
 		path = strings.TrimPrefix(path, "//")
 		if path == "" {
-			return "", false, fmt.Errorf("pion: unix: needs a path")
+			return "", false, fmt.Errorf("unix: needs a path")
 		}
 		return "unix:" + path, true, nil
 	}
@@ -154,7 +183,7 @@ func targetOf(address string) (target string, local bool, err error) {
 	ip, notIP := netip.ParseAddr(host)
 	named := host != "" && strings.Trim(host, hostCharacters) == ""
 	if err != nil || bad != nil || number == 0 || (notIP != nil && !named) {
-		return "", false, fmt.Errorf("pion: %q is neither host:port nor unix:/path", address)
+		return "", false, fmt.Errorf("%q is neither host:port nor unix:/path", address)
 	}
 	local = host == "localhost" || (notIP == nil && ip.IsLoopback())
 	return "dns:///" + address, local, nil

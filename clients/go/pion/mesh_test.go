@@ -13,20 +13,53 @@ import (
 // TestNothingIsLostBehindAProxy runs where PION_TEST_MESH is the address of a proxy of several nodes, and
 // PION_TEST_TLS the directory of a client's certificates: tests/go starts both.
 func TestNothingIsLostBehindAProxy(t *testing.T) {
-	address, own := os.Getenv("PION_TEST_MESH"), os.Getenv("PION_TEST_TLS")
+	loseNothing(t, os.Getenv("PION_TEST_MESH"), "go")
+}
+
+// TestNothingIsLostWithoutAProxy needs the nodes themselves besides, in PION_TEST_NODES, and looks for what it
+// stored through the proxy.
+func TestNothingIsLostWithoutAProxy(t *testing.T) {
+	client := loseNothing(t, os.Getenv("PION_TEST_NODES"), "hashing")
+	proxy := meshClient(t, os.Getenv("PION_TEST_MESH"))
+	for _, other := range []*Client{proxy, client} {
+		for i := range 24 {
+			request := meshSample("hashing", i)
+			match, err := other.Match(t.Context(), MatchRequest{Model: sampleModel, TokenIDs: request.TokenIDs})
+			if err != nil || !match.Hit {
+				t.Fatalf("%s: %+v, %v", request.Namespace, match, err)
+			}
+			same(t, mustFetch(t, other, FetchRequest{LeaseID: match.LeaseID, PartKinds: []string{"state"}}), request)
+			if state, err := other.FetchState(t.Context(), request.Namespace, 0); err != nil || !state.Hit {
+				t.Errorf("the state of %s: %+v, %v", request.Namespace, state, err)
+			}
+		}
+	}
+}
+
+func meshSample(kind string, number int) StoreRequest {
+	request := sample(fmt.Sprintf("%s-%d", kind, number), wire.F16, 130)
+	request.TokenIDs[0] = uint32(1_000*len(kind) + number)
+	return request
+}
+
+func meshClient(t *testing.T, address string) *Client {
+	own := os.Getenv("PION_TEST_TLS")
 	if address == "" {
-		t.Skip("PION_TEST_MESH is not set")
+		t.Skip("PION_TEST_MESH and PION_TEST_NODES are not set")
 	}
 	config, err := TLSFromFiles(own+"/ca.pem", own+"/client.pem", own+"/client.key")
 	if err != nil {
 		t.Fatal(err)
 	}
-	client := dial(t, address, Options{TLS: config, Password: os.Getenv("PION_PASSWORD")})
+	return dial(t, address, Options{TLS: config, Password: os.Getenv("PION_PASSWORD")})
+}
+
+func loseNothing(t *testing.T, address, kind string) *Client {
+	client := meshClient(t, address)
 	requests := make([]StoreRequest, 24)
 	for i := range requests { // each with a session of recurrent states that is called like it
-		name := fmt.Sprintf("go-%d", i)
-		requests[i] = sample(name, wire.F16, 130)
-		requests[i].TokenIDs[0] = uint32(1_000 + i)
+		requests[i] = meshSample(kind, i)
+		name := requests[i].Namespace
 		if _, err := client.StoreState(t.Context(), name, 0, StateInfo{}, noise(name, "state", 500), DurabilityProcess); err != nil {
 			t.Fatal(err)
 		}
@@ -45,9 +78,8 @@ func TestNothingIsLostBehindAProxy(t *testing.T) {
 	}
 	// What is declared with the tokens binds the store that follows, wherever the name leads.
 	for i := range 6 {
-		name := fmt.Sprintf("declared-%d", i)
-		request := sample(name, wire.F16, 130)
-		request.TokenIDs[0] = uint32(2_000 + i)
+		request := meshSample("declared by "+kind, i)
+		name := request.Namespace
 		layout := wire.Layout{{Side: wire.K, Heads: 1, HeadDim: 4, DType: wire.F32}}
 		declared := Registration{Namespace: name, Layout: layout, Model: sampleModel, TokenIDs: request.TokenIDs}
 		if _, _, err := client.Register(t.Context(), declared); err != nil {
@@ -61,7 +93,8 @@ func TestNothingIsLostBehindAProxy(t *testing.T) {
 	if found, err := client.Lookup(t.Context(), LookupRequest{Namespace: strings.Repeat("ö", 50_000)}); err == nil {
 		t.Errorf("%+v", found)
 	}
-	if prefix := mustFetch(t, client, FetchRequest{Namespace: "go-0"}); !prefix.Hit {
+	if prefix := mustFetch(t, client, FetchRequest{Namespace: kind + "-0"}); !prefix.Hit {
 		t.Error("it is not found any more")
 	}
+	return client
 }

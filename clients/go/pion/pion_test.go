@@ -420,7 +420,7 @@ func TestAddressesThatAreSomeAreTaken(t *testing.T) {
 }
 
 func TestAddressesThatAreNoneAreRefused(t *testing.T) {
-	for _, address := range []string{"", "host", "host:", ":50051", "host:0", "host:99999", "host:x", "unix:", "http://host:1", "a,b:1", "a:1,b:1", "ho st:1", "host\n:1", "[a,b]:1"} {
+	for _, address := range []string{"", "host", "host:", ":50051", "host:0", "host:99999", "host:x", "unix:", "http://host:1", "a,b:1", "a:1,a:1", "a:1,", "a:1,b", "ho st:1", "host\n:1", "[a,b]:1"} {
 		if client, err := Dial(address, Options{}); err == nil {
 			client.Close()
 			t.Errorf("%q was taken", address)
