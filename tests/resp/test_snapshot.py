@@ -79,6 +79,37 @@ def test_a_fresh_server_has_everything(
 
 
 @pytest.mark.parametrize(
+    ("stored", "asked", "answer"),
+    [
+        (("SET", "k", "v"), ("GET", "k"), b"v"),
+        (("SSM.PREFIX.STORE", "s", 7, ROWS), ("SSM.PREFIX.FETCH", "s", 7), ROWS),
+        (("PING",), ("DBSIZE",), 0),
+    ],
+)
+def test_what_has_no_sessions_is_not_said_to_have_failed(
+    start_resp: Callable[..., Resp],
+    short_tmp: Path,
+    stored: tuple[object, ...],
+    asked: tuple[object, ...],
+    answer: object,
+) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    wire(*stored)
+    saved = (
+        "OK" if answer else Refused("ERR KV.PREFIX.SAVE failed (no active sessions or io error)")
+    )
+    assert wire("KV.PREFIX.SAVE") == saved
+    assert wire("KV.PREFIX.SAVE", "x") == "OK"
+    restore_snapshot(resp.store.directory.path / "x", short_tmp / "fresh")
+    fresh = Resp(short_tmp / "fresh")
+    try:
+        assert fresh.connect()(*asked) == answer
+    finally:
+        fresh.stop()
+
+
+@pytest.mark.parametrize(
     "path",
     ["/tmp/x", "~/x", "..", "../x", "a/../x", "a/..", "a\nb", "", "catalog.db", "catalog.db-wal",
      "segments/x", "rows/x", "blobs/x", "run/x.lock", "host-token", b"a\0b",

@@ -160,7 +160,7 @@ def save(call: Call) -> Answer:
         ) from error
     except PionError as error:
         raise ReplyError(f"ERR KV.PREFIX.SAVE failed ({error})") from error
-    if not anything:
+    if not (anything or call.count):
         raise ReplyError("ERR KV.PREFIX.SAVE failed (no active sessions or io error)")
     return OK
 
