@@ -104,6 +104,10 @@ func Dial(address string, options Options) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
+	routes := newRouting()
+	if several, ok := conn.(*nodes); ok {
+		routes.everywhere = several.ring(func(string) bool { return false }).Routes()
+	}
 	return &Client{
 		options:  options,
 		conn:     conn,
@@ -111,7 +115,7 @@ func Dial(address string, options Options) (*Client, error) {
 		attend:   pionv1.NewAttendClient(conn),
 		states:   pionv1.NewSSMStateClient(conn),
 		stats:    pionv1.NewStatsClient(conn),
-		routes:   newRouting(),
+		routes:   routes,
 		answered: answered,
 	}, nil
 }

@@ -75,10 +75,24 @@ func (c *Client) fetch(ctx context.Context, request FetchRequest, to destination
 	if (request.Namespace == "") == (len(request.LeaseID) == 0) {
 		return nil, invalid("namespace", "either a namespace or a lease id is needed")
 	}
-	route := c.routes.prefix(request.Namespace)
 	if request.Namespace == "" {
-		route = c.routes.lease(request.LeaseID)
+		return c.fetchAt(ctx, request, to, c.routes.lease(request.LeaseID))
 	}
+	var prefix *Prefix
+	for _, route := range c.routes.where(request.Namespace) {
+		var err error
+		if prefix, err = c.fetchAt(ctx, request, to, route); err != nil {
+			return nil, err
+		}
+		if prefix.Hit {
+			c.routes.follow(request.Namespace, nil, route)
+			break
+		}
+	}
+	return prefix, nil
+}
+
+func (c *Client) fetchAt(ctx context.Context, request FetchRequest, to destination, route string) (*Prefix, error) {
 	taken := &reception{request: &request, to: to, bytesMax: c.options.FetchBytesMax}
 	patient := c.patience(ctx)
 	fruitless := 0

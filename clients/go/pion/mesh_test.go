@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -21,6 +22,32 @@ func TestNothingIsLostBehindAProxy(t *testing.T) {
 func TestNothingIsLostWithoutAProxy(t *testing.T) {
 	client := loseNothing(t, os.Getenv("PION_TEST_NODES"), "hashing")
 	proxy := meshClient(t, os.Getenv("PION_TEST_MESH"))
+	stranger := meshClient(t, os.Getenv("PION_TEST_NODES")) // knows names alone
+	for i := range 24 {
+		request := meshSample("hashing", i)
+		if i%2 == 0 {
+			same(t, mustFetch(t, stranger, FetchRequest{Namespace: request.Namespace, PartKinds: []string{"state"}}), request)
+		} else if found, err := stranger.Lookup(t.Context(), LookupRequest{Namespace: request.Namespace}); err != nil || !found.Hit {
+			t.Errorf("%s: %+v, %v", request.Namespace, found, err)
+		}
+	}
+	var listed []string
+	for info, err := range stranger.List(t.Context(), "hashing-") {
+		if err != nil {
+			t.Fatal(err)
+		}
+		listed = append(listed, info.Namespace)
+	}
+	if len(listed) != 24 || !slices.IsSorted(listed) {
+		t.Errorf("%d are listed: %q", len(listed), listed)
+	}
+	mustStore(t, client, meshSample("dropped by name", 0))
+	for _, expected := range []bool{true, false} {
+		dropped, err := stranger.Drop(t.Context(), "nobody's", "dropped by name-0")
+		if err != nil || dropped[0] || dropped[1] != expected {
+			t.Errorf("%v, %v", dropped, err)
+		}
+	}
 	for _, other := range []*Client{proxy, client} {
 		for i := range 24 {
 			request := meshSample("hashing", i)

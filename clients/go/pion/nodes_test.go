@@ -30,7 +30,7 @@ func (l *lookingUp) start(t *testing.T, address string) string {
 	pionv1.RegisterPrefixStoreServer(l.server, &scripted{
 		lookup: func(context.Context, int) (*pionv1.PrefixStoreLookupResponse, error) {
 			l.asked.Add(1)
-			return &pionv1.PrefixStoreLookupResponse{Results: make([]*pionv1.PrefixStoreLookupResponse_Result, 1)}, nil
+			return &pionv1.PrefixStoreLookupResponse{Results: []*pionv1.PrefixStoreLookupResponse_Result{{Hit: true}}}, nil
 		},
 		store: func(_ int, stream pionv1.PrefixStore_StoreServer) error {
 			l.asked.Add(1)

@@ -3,6 +3,8 @@ package pion
 import (
 	"context"
 	"iter"
+	"slices"
+	"strings"
 
 	"pion-grpc/clients/go/pionv1"
 	"pion-grpc/clients/go/wire"
@@ -109,13 +111,32 @@ func (c *Client) Lookup(ctx context.Context, request LookupRequest) (*Lookup, er
 	if request.Layout != nil {
 		query.Layout = layoutMessage(request.Layout)
 	}
-	route := c.routes.prefix(request.Namespace)
+	routes := c.routes.where(request.Namespace)
 	if request.Model != "" && len(request.TokenIDs) > 0 {
-		route = wire.RouteKey(c.options.Tenant, request.Model, request.TokenIDs)
+		routes = []string{wire.RouteKey(c.options.Tenant, request.Model, request.TokenIDs)}
 	}
+	var lookup *Lookup
+	for _, route := range routes {
+		var err error
+		if lookup, err = c.lookUp(ctx, query, request.LeaseMS, route); err != nil {
+			return nil, err
+		}
+		if lookup.Hit {
+			c.routes.follow(request.Namespace, lookup.LeaseID, route)
+		}
+		if lookup.Hit || lookup.Prefix != nil {
+			break
+		}
+	}
+	return lookup, nil
+}
+
+func (c *Client) lookUp(
+	ctx context.Context, query *pionv1.PrefixStoreLookupRequest_Query, leaseMS uint32, route string,
+) (*Lookup, error) {
 	answer, err := ask(c, ctx, route, c.prefixes.Lookup, &pionv1.PrefixStoreLookupRequest{
 		Queries: []*pionv1.PrefixStoreLookupRequest_Query{query},
-		LeaseMs: request.LeaseMS,
+		LeaseMs: leaseMS,
 	})
 	if err != nil {
 		return nil, err
@@ -130,13 +151,8 @@ func (c *Client) Lookup(ctx context.Context, request LookupRequest) (*Lookup, er
 		FirstDifference: result.GetFirstDifference(),
 		LeaseID:         result.GetLeaseId(),
 	}
-	if lookup.Prefix, err = someInfo(result.GetPrefix()); err != nil {
-		return nil, err
-	}
-	if lookup.Hit {
-		c.routes.follow(request.Namespace, lookup.LeaseID, route)
-	}
-	return lookup, nil
+	lookup.Prefix, err = someInfo(result.GetPrefix())
+	return lookup, err
 }
 
 // Drop takes names away, and tells for each whether anything was stored under it.
@@ -145,16 +161,18 @@ func (c *Client) Drop(ctx context.Context, namespaces ...string) ([]bool, error)
 		return nil, nil
 	}
 	request := &pionv1.PrefixStoreDropRequest{Namespaces: namespaces}
-	answer, err := once(c, ctx, c.routes.prefix(namespaces[0]), c.prefixes.Drop, request)
-	if err != nil {
-		return nil, err
-	}
-	if len(answer.GetResults()) != len(namespaces) {
-		return nil, badAnswer("%d answers about %d names", len(answer.GetResults()), len(namespaces))
-	}
 	dropped := make([]bool, len(namespaces))
-	for i, result := range answer.GetResults() {
-		dropped[i] = result.GetDropped()
+	for _, route := range c.routes.all(c.routes.prefix(namespaces[0])) {
+		answer, err := once(c, ctx, route, c.prefixes.Drop, request)
+		if err != nil {
+			return nil, err
+		}
+		if len(answer.GetResults()) != len(namespaces) {
+			return nil, badAnswer("%d answers about %d names", len(answer.GetResults()), len(namespaces))
+		}
+		for i, result := range answer.GetResults() {
+			dropped[i] = dropped[i] || result.GetDropped()
+		}
 	}
 	return dropped, nil
 }
@@ -162,10 +180,44 @@ func (c *Client) Drop(ctx context.Context, namespaces ...string) ([]bool, error)
 // List yields what is visible, ordered by name: names that begin with a prefix, or all. It asks for a
 // page when it is needed, and ends with the first error.
 func (c *Client) List(ctx context.Context, prefix string) iter.Seq2[PrefixInfo, error] {
+	routes := c.routes.all(prefix)
+	if len(routes) == 1 {
+		return c.listed(ctx, prefix, routes[0])
+	}
+	return func(yield func(PrefixInfo, error) bool) {
+		type listing struct {
+			info PrefixInfo
+			err  error
+			next func() (PrefixInfo, error, bool)
+		}
+		var listings []*listing // each with its next one
+		for _, route := range routes {
+			next, stop := iter.Pull2(c.listed(ctx, prefix, route))
+			defer stop()
+			if info, err, ok := next(); ok {
+				listings = append(listings, &listing{info, err, next})
+			}
+		}
+		for len(listings) > 0 {
+			first := slices.MinFunc(listings, func(a, b *listing) int { // errors have no name: they come first
+				return strings.Compare(a.info.Namespace, b.info.Namespace)
+			})
+			if !yield(first.info, first.err) || first.err != nil {
+				return
+			}
+			var ok bool
+			if first.info, first.err, ok = first.next(); !ok {
+				listings = slices.DeleteFunc(listings, func(l *listing) bool { return l == first })
+			}
+		}
+	}
+}
+
+func (c *Client) listed(ctx context.Context, prefix, route string) iter.Seq2[PrefixInfo, error] {
 	return func(yield func(PrefixInfo, error) bool) {
 		request := &pionv1.PrefixStoreListRequest{PageSize: wire.NamesMax, NamespacePrefix: prefix}
 		for {
-			page, err := ask(c, ctx, prefix, c.prefixes.List, request)
+			page, err := ask(c, ctx, route, c.prefixes.List, request)
 			if err != nil {
 				yield(PrefixInfo{}, err)
 				return

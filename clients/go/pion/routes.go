@@ -23,13 +23,34 @@ type routing struct {
 	prefixes *routes // by namespace
 	leases   *routes // short-lived, and never at the cost of names
 	sessions *routes // of Attend, by session
+	// everywhere is a route to each node; none where a proxy knows them, or there is one server.
+	everywhere []string
 }
 
-func newRouting() routing { return routing{newRoutes(), newRoutes(), newRoutes()} }
+func newRouting() routing {
+	return routing{prefixes: newRoutes(), leases: newRoutes(), sessions: newRoutes()}
+}
 
 // prefix returns the route of calls about a namespace; lease, about a lease of Match or Lookup.
 func (r routing) prefix(namespace string) string { return r.prefixes.of(namespace) }
 func (r routing) lease(id []byte) string         { return r.leases.of(hex.EncodeToString(id)) }
+
+// where returns the routes to try for a namespace, one after the other: all nodes, if it is not known.
+func (r routing) where(namespace string) []string {
+	route, known := r.prefixes.find(namespace)
+	if known {
+		return []string{route}
+	}
+	return append([]string{route}, r.everywhere...)
+}
+
+// all returns a route to each node, or the one that leads somewhere if there is no choice.
+func (r routing) all(otherwise string) []string {
+	if len(r.everywhere) > 0 {
+		return r.everywhere
+	}
+	return []string{otherwise}
+}
 
 // session returns the route of an Attend session; state, of a session of recurrent states.
 func (r routing) session(name string) string  { return r.sessions.of(name) }
@@ -89,10 +110,16 @@ func (r *routes) remember(key, to string) {
 
 // of returns the route; of what is not known, the name itself.
 func (r *routes) of(key string) string {
+	route, _ := r.find(key)
+	return route
+}
+
+// find also tells whether it is known.
+func (r *routes) find(key string) (string, bool) {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
 	if known, ok := r.known[key]; ok {
-		return known.Value.(route).route
+		return known.Value.(route).route, true
 	}
-	return key
+	return key, false
 }

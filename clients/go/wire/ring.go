@@ -50,6 +50,22 @@ func NewRing(nodes []string, down func(node string) bool) (*Ring, error) {
 	return ring, nil
 }
 
+// Routes returns a route to each node that is up: some text that belongs to it.
+func (r *Ring) Routes() []string {
+	left := map[string]bool{}
+	for _, point := range r.points {
+		left[point.node] = true
+	}
+	var routes []string
+	for i := 0; len(left) > 0; i++ {
+		if node := r.Node(strconv.Itoa(i)); left[node] {
+			delete(left, node)
+			routes = append(routes, strconv.Itoa(i))
+		}
+	}
+	return routes
+}
+
 // Node returns the node of a route, as it stands in the metadata `pion-route`.
 func (r *Ring) Node(route string) string {
 	hash := xxhash.Sum64String(route)
