@@ -341,6 +341,7 @@ class Space:
         for instance in owners - self._directory.live_instances():
             self._bury(instance)
             buried += 1
+        self._directory.remove_scratch()
         self._remove_ownerless_files()
         self.sweep()
         return buried

@@ -24,6 +24,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,6 +140,15 @@ class DataDirectory:
         for directory in (self.segments, self.rows, self.blobs, self.path / "export", self.run):
             for path in directory.glob(f"{instance}-*"):
                 yield from (p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+    def remove_scratch(self) -> None:
+        """Removes the directories that processes which are gone made for their own use."""
+        # In this order: who makes one has a lock before.
+        made = [path for path in self.run.iterdir() if path.is_dir()]
+        live = self.live_instances()
+        for path in made:
+            if path.name.partition("-")[0] not in live:
+                shutil.rmtree(path, ignore_errors=True)
 
     def written_files(self) -> Iterator[Path]:
         """Yields the files that any instance wrote."""
