@@ -6,18 +6,23 @@
     pion-snapshot-1       the first member, empty: says what this is
     catalog.db            the catalogue at one moment, without leases, reservations and what was open
     segments/… rows/… blobs/…   every file that it names
+    sha256sums            what all of them are, as `sha256sum --check` reads it
 
 The one decision: a snapshot *is* a data directory. Nothing is translated, so nothing can be lost on the
 way, and restoring is unpacking. The catalogue is copied first and its files are linked at once; what was
-evicted in between is taken out of the copy. Knows tables and files, not what they mean.
+evicted in between is taken out of the copy. Nothing is restored of a snapshot that is not, byte for
+byte, the one that was saved. Knows tables and files, not what they mean.
 """
 
+import hashlib
+import io
 import os
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 import apsw
 
@@ -27,6 +32,7 @@ from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files
 
 MARK = "pion-snapshot-1"
+SUMS = "sha256sums"
 _DIRECTORIES = ("segments", "rows", "blobs")
 
 _ONLY_WHAT_STAYS = """
@@ -49,18 +55,20 @@ def write_snapshot(
     """
     if os.path.lexists(target) and not (target.is_file() and is_snapshot(target)):
         raise FileExistsError(f"{target.name} exists, and is no snapshot")
-    links = directory.run / f"{directory.instance}-snapshot"
-    scratch = directory.run / f"{directory.instance}-snapshot.tar"
-    shutil.rmtree(links, ignore_errors=True)
-    try:
+    # Beginning with the instance, so that whoever cleans up after this process knows it.
+    with tempfile.TemporaryDirectory(
+        prefix=f"{directory.instance}-snapshot-", dir=directory.run, ignore_cleanup_errors=True
+    ) as lent:
+        links = Path(lent)
         for name in _DIRECTORIES:
-            (links / name).mkdir(parents=True)
+            (links / name).mkdir()
         copy = links / "catalog.db"
         catalog.copy_to(copy)
         names = _link_files(copy, directory, links)
         size = sum((links / name).stat().st_size for name in [*names, "catalog.db"])
         if size > bytes_max:
             raise OSError(f"{size} bytes do not fit: {bytes_max} are free")
+        scratch = links / f"{directory.instance}-snapshot.tar"
         with scratch.open("xb") as file:
             _archive(file, links, ["catalog.db", *names])
             file.flush()
@@ -68,9 +76,6 @@ def write_snapshot(
         files.rename(scratch, target)
         files.sync_directory(target.parent)
         return target.stat().st_size
-    finally:
-        scratch.unlink(missing_ok=True)
-        shutil.rmtree(links, ignore_errors=True)
 
 
 def is_snapshot(path: Path) -> bool:
@@ -84,55 +89,120 @@ def is_snapshot(path: Path) -> bool:
 
 
 def restore_snapshot(snapshot: Path, directory: Path) -> None:
-    """Makes a data directory of a snapshot.
+    """Makes a data directory of a snapshot, or leaves it as it was.
 
     Raises:
-        CannotStart: it is none, or the directory is not empty.
+        CannotStart: it is none, it is damaged, it cannot be unpacked, or the directory is not empty.
     """
     if not is_snapshot(snapshot):
         raise CannotStart(f"{snapshot} is no snapshot")
-    if directory.exists() and any(directory.iterdir()):
-        raise CannotStart(f"{directory} is not empty: a snapshot makes a directory of its own")
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Inside, because a directory that something is mounted on cannot be renamed.
+    scratch = directory / "unfinished-import"
     try:
-        with tarfile.open(snapshot, "r:") as archive:
-            for member in archive:
-                if member.name == MARK:
-                    continue
-                if not member.isfile() or not _is_expected(member.name):
-                    raise CannotStart(f"{snapshot} holds {member.name!r}, which no snapshot has")
-                _unpack(archive, member, directory / member.name)
-    except tarfile.TarError as error:
-        raise CannotStart(f"{snapshot} is damaged: {error}") from error
-    for name in (".", *_DIRECTORIES):
-        if (directory / name).is_dir():
-            Files().sync_directory(directory / name)
+        is_new = not directory.exists()
+        if not is_new and set(directory.iterdir()) - {scratch}:
+            raise CannotStart(f"{directory} is not empty: a snapshot makes a directory of its own")
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
+        scratch.mkdir(mode=0o700)
+        try:
+            _unpack(snapshot, scratch)
+            _move_in(scratch, directory)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if is_new and not any(directory.iterdir()):
+                directory.rmdir()
+    except (tarfile.TarError, OSError) as error:
+        raise CannotStart(f"{snapshot} was not restored: {error}") from error
 
 
-def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+def _unpack(snapshot: Path, scratch: Path) -> None:
+    """Unpacks every member, and compares it with what was saved."""
+    sums: set[str] = set()
+    said = None
+    with tarfile.open(snapshot, "r:") as archive:
+        for member in archive:
+            if member.name == MARK:
+                continue
+            if not member.isfile() or not _is_expected(member.name):
+                raise CannotStart(f"{snapshot} holds {member.name!r}, which no snapshot has")
+            source = archive.extractfile(member)
+            assert source is not None, "a file has content"
+            if member.name == SUMS:
+                said = source.read().decode(errors="replace").splitlines()
+            else:
+                sums.add(_sum_line(_copied(source, scratch / member.name), member.name))
+    if said is None:
+        raise CannotStart(f"{snapshot} is damaged: its end is missing")
+    for line in said:
+        if line not in sums:
+            raise CannotStart(f"{snapshot} is damaged: {line[66:]!r} is not what was saved")
+    if len(said) != len(sums) or not (scratch / "catalog.db").exists():
+        raise CannotStart(f"{snapshot} is damaged: it does not hold what was saved")
+
+
+def _copied(source: IO[bytes], path: Path) -> str:
+    """Copies a file to stable storage, and returns the hash of its bytes."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    source = archive.extractfile(member)
-    assert source is not None, "a file has content"
+    digest = hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        shutil.copyfileobj(source, file, 1 << 20)
+        while piece := source.read(1 << 20):
+            digest.update(piece)
+            file.write(piece)
         file.flush()
         Files().sync(file.fileno())
+    return digest.hexdigest()
+
+
+def _move_in(scratch: Path, directory: Path) -> None:
+    """Gives what was unpacked its names; no server starts on the files without the catalogue."""
+    for name in _DIRECTORIES:
+        if (scratch / name).is_dir():
+            Files().sync_directory(scratch / name)
+            (scratch / name).rename(directory / name)
+    Files().sync_directory(directory)
+    (scratch / "catalog.db").rename(directory / "catalog.db")
+    Files().sync_directory(directory)
 
 
 def _is_expected(name: str) -> bool:
     parent, _, rest = name.rpartition("/")
-    return name == "catalog.db" or (parent in _DIRECTORIES and rest not in ("", ".", ".."))
+    return name in ("catalog.db", SUMS) or (parent in _DIRECTORIES and rest not in ("", ".", ".."))
 
 
 def _archive(file: BinaryIO, links: Path, names: list[str]) -> None:
+    sums = []
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         archive.addfile(tarfile.TarInfo(MARK))
         for name in names:
             member = tarfile.TarInfo(name)
             member.size = (links / name).stat().st_size
             with (links / name).open("rb") as source:
-                archive.addfile(member, source)  # row files may have grown: not beyond that size
+                hashed = _Hashed(source)
+                archive.addfile(member, hashed)  # row files may have grown: not beyond that size
+            sums.append(_sum_line(hashed.digest.hexdigest(), name) + "\n")
+        content = "".join(sums).encode()
+        member = tarfile.TarInfo(SUMS)
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+
+
+class _Hashed(io.RawIOBase):
+    """A file that hashes what is read of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.digest = hashlib.sha256()
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self.digest.update(data)
+        return data
+
+
+def _sum_line(digest: str, name: str) -> str:
+    return f"{digest}  {name}"
 
 
 def _link_files(copy: Path, directory: DataDirectory, links: Path) -> list[str]:

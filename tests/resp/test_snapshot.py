@@ -1,6 +1,11 @@
 """`KV.PREFIX.SAVE path`: one file that a fresh server is made of, and that endangers nothing."""
 
 import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -248,6 +253,115 @@ def test_what_is_evicted_meanwhile_is_not_in_it(
         fresh.stop()
 
 
+_DIES_WHILE_IT_SAVES = """
+import os, signal, sys
+from pathlib import Path
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.sessions import Sessions
+from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.storage.files import Files
+
+class Killed(Files):
+    def rename(self, source, target):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+store = PrefixStore(DataDirectory(Path(sys.argv[1])), budget_bytes=1 << 30, files=Killed())
+Sessions(store).snapshot_to("x")
+"""
+
+
+def test_a_save_that_was_killed_leaves_nothing(
+    start_resp: Callable[..., Resp], short_tmp: Path
+) -> None:
+    resp = start_resp()
+    fill(resp.connect())
+    assert resp.connect()("SAVE") == "OK"
+    resp.stop()
+    run = short_tmp / "data" / "run"
+    command = [sys.executable, "-c", _DIES_WHILE_IT_SAVES, str(short_tmp / "data")]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    (dead,) = run.glob("*.lock")
+    (left,) = run.glob(f"{dead.stem}-snapshot-*")
+    assert list(left.glob("*.tar"))
+    older = run / "0123456789ab-snapshot"  # of which nobody has a lock any more
+    (older / "segments").mkdir(parents=True)
+    (older / "segments" / "x").touch()
+    resp = start_resp()
+    mine = run / f"{resp.store.directory.instance}-snapshot-x"
+    mine.mkdir()
+    resp.store.space.bury_dead_instances()
+    assert [path for path in run.iterdir() if path.is_dir()] == [mine], "of one that is at work"
+    assert not dead.exists()
+    assert not (short_tmp / "data" / "x").exists()
+    assert resp.connect()("KV.PREFIX.LOOKUP", "one") == "HIT"
+
+
+def test_saves_at_once_do_not_end_each_other(start_resp: Callable[..., Resp]) -> None:
+    resp = start_resp()
+    fill(resp.connect())
+    wires = [resp.connect() for _ in range(6)]
+    for index, wire in enumerate(wires):
+        wire.send("KV.PREFIX.SAVE", f"x{index % 3}")
+    assert [wire.read() for wire in wires] == ["OK"] * 6
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_nothing_is_made_of_a_snapshot_that_is_not_what_was_saved(
+    start_resp: Callable[..., Resp], short_tmp: Path
+) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    wire("V.CREATE", "s", 64, "VQUANT", "fp16")
+    wire("V.STOREBATCH", "s", 0, 0, 100, ROWS[: 64 * 2 * 100], "FMT", "F16")
+    wire("SET", "large", ROWS[:70_000])
+    assert wire("KV.PREFIX.SAVE", "x") == "OK"
+    saved = (resp.store.directory.path / "x").read_bytes()
+    whole = short_tmp / "whole"
+    (whole / "unfinished-import" / "segments").mkdir(parents=True)  # of an import that was killed
+    restore_snapshot(resp.store.directory.path / "x", whole)
+    names = sorted(files_of(whole))
+    assert [name.partition("/")[0] for name in names] == ["blobs", "catalog.db", "segments"]
+    damaged, target = short_tmp / "damaged", short_tmp / "fresh"
+    chance = random.Random(20261130)
+    offsets = [chance.randrange(len(saved)) for _ in range(60)]
+    offsets += [saved.index(files_of(whole)[name]) + 5_000 for name in names]
+    inside = offsets[60:]
+    for offset in offsets:
+        flipped = bytearray(saved)
+        flipped[offset] ^= 1 << chance.randrange(8)
+        damaged.write_bytes(flipped)
+        if offset in inside or chance.random() < 0.5:
+            target.mkdir()  # as it may be there, empty, and is then left so
+        was_there = target.exists()
+        try:
+            restore_snapshot(damaged, target)
+        except CannotStart:
+            assert target.exists() == was_there
+            assert not was_there or not list(target.iterdir())
+        else:
+            assert offset not in inside
+            assert files_of(target) == files_of(whole), "harmless: between two members"
+        shutil.rmtree(target, ignore_errors=True)
+    for length in (
+        0,
+        1_000,
+        len(saved) // 2,
+        len(saved) // 2 // 512 * 512,
+        saved.index(b"sha256sums"),
+    ):
+        damaged.write_bytes(saved[:length])
+        with pytest.raises(CannotStart):
+            restore_snapshot(damaged, target)
+        assert not target.exists()
+
+
 def test_a_server_started_on_an_import_has_everything(
     start_server: Callable[..., ServerProcess], short_tmp: Path
 ) -> None:
@@ -262,6 +376,7 @@ def test_a_server_started_on_an_import_has_everything(
     command = ["import", str(server.directory / "x"), "--data", str(fresh), "--json"]
     assert main(command) == 0
     assert main(command) == 1, "a directory that is not empty"
+    assert not fresh.stat().st_mode & 0o077, "others could read it"
     server = start_server("--resp", "127.0.0.1:0", directory=fresh)
     wire = Wire(server.ready["resp"])
     assert contents(wire) == expected
