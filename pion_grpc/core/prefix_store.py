@@ -14,6 +14,7 @@ import functools
 import json
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -173,8 +174,8 @@ class PrefixStore:
         self.blobs = BlobStore(self.workshop)
         self._lock = threading.Lock()
         self._published: Receipt | None = None
-        self._uses: dict[tuple[int, str], None] = {}
-        self._state_uses: dict[tuple[str, str], None] = {}
+        self._uses: dict[tuple[int, str], int] = {}
+        self._state_uses: dict[tuple[str, str], int] = {}
         self._prefill_ms: dict[int, float] = {}
         self._exports = Exports(directory)
         self.snapshots = Snapshots(self._catalog)
@@ -561,8 +562,8 @@ class PrefixStore:
             state_uses, self._state_uses = self._state_uses, {}
         if uses or state_uses:
             with self._catalog.write() as transaction:
-                transaction.stamp(uses)
-                States(transaction).stamp(state_uses)
+                transaction.stamp_past(uses.items())
+                States(transaction).stamp_past(state_uses.items())
 
     def clean(self) -> None:
         """Buries what is dead, counts foreign files, folds the log: call it every half minute."""
@@ -809,14 +810,12 @@ class PrefixStore:
     def note_use(self, prefix: int, sides: str = "") -> None:
         """Remembers that a prefix, or these sides of it, was used now."""
         with self._lock:
-            self._uses.pop((prefix, sides), None)
-            self._uses[prefix, sides] = None
+            self._uses[prefix, sides] = time.time_ns()
 
     def note_state_use(self, tenant: str, session: str) -> None:
         """Remembers that the states of a session were used now."""
         with self._lock:
-            self._state_uses.pop((tenant, session), None)
-            self._state_uses[tenant, session] = None
+            self._state_uses[tenant, session] = time.time_ns()
 
     def prefill_ms(self, prefix: int) -> float:
         """Returns how long the prefill of a prefix took; 0: not measured."""

@@ -629,20 +629,23 @@ class Transaction:
         )
 
     def stamp(self, uses: Iterable[tuple[int, str]]) -> None:
-        """Records uses, the earliest first, each of a prefix and its whole chain.
+        """Records uses now, the earliest first, each of a prefix and its whole chain.
 
         Each names the sides that were used, such as `k`; of none, or of `kv`, both.
         """
-        for prefix, used_sides in uses:
-            clock = self.next("clock")
+        self.stamp_past(((prefix, sides), self.next("clock")) for prefix, sides in uses)
+
+    def stamp_past(self, uses: Iterable[tuple[tuple[int, str], int]]) -> None:
+        """Records uses at their times of the clock; where a later one is known, it stays."""
+        for (prefix, used_sides), clock in uses:
             self.run(
                 "WITH RECURSIVE up (id) AS (VALUES (?) UNION ALL SELECT parent FROM prefix JOIN up"
                 " USING (id) WHERE parent IS NOT NULL)"
-                " UPDATE prefix SET last_use = ? WHERE id IN (SELECT id FROM up)",
+                " UPDATE prefix SET last_use = max(last_use, ?) WHERE id IN (SELECT id FROM up)",
                 (prefix, clock),
             )
             self.run(
-                "UPDATE side SET last_use = ? WHERE prefix = ? AND instr(?, side)",
+                "UPDATE side SET last_use = max(last_use, ?) WHERE prefix = ? AND instr(?, side)",
                 (clock, prefix, used_sides or "kv"),
             )
 
@@ -921,9 +924,14 @@ class Transaction:
         """Returns the next value of a counter: `clock` or `generation`.
 
         Generations go up by random steps: after a power cut the counter may be an older one, and what
-        was handed out since must not come to mean something else.
+        was handed out since must not come to mean something else. The clock is in unix nanoseconds, so
+        that a use which another process writes down later has its place in the order; it never goes
+        back, whatever the system's does.
         """
-        step = 1 + (secrets.randbelow(1 << 20) if counter == "generation" else 0)
+        if counter == "clock":
+            statement = "UPDATE meta SET value = max(value + 1, ?) WHERE key = ? RETURNING value"
+            return int(self.all(statement, (time.time_ns(), counter))[0][0])
+        step = 1 + secrets.randbelow(1 << 20)
         statement = "UPDATE meta SET value = value + ? WHERE key = ? RETURNING value"
         return int(self.all(statement, (step, counter))[0][0])
 

@@ -90,12 +90,12 @@ class States:
             Blobs(self._transaction).remove(row[0])
         return len(rows)
 
-    def stamp(self, uses: Iterable[tuple[str, str]]) -> None:
-        """Records uses of sessions, the earliest first."""
-        for tenant, session in uses:
+    def stamp_past(self, uses: Iterable[tuple[tuple[str, str], int]]) -> None:
+        """Records uses of sessions at their times of the clock; where a later one is known, it stays."""
+        for (tenant, session), clock in uses:
             self._transaction.run(
-                "UPDATE state SET last_use = ? WHERE tenant = ? AND session = ?",
-                (self._transaction.next("clock"), tenant, session),
+                "UPDATE state SET last_use = max(last_use, ?) WHERE tenant = ? AND session = ?",
+                (clock, tenant, session),
             )
 
     def least_used(self, tenant: str | None) -> tuple[str, str, int] | None:

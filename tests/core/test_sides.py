@@ -167,3 +167,20 @@ def test_going_back_to_before_a_layer_takes_no_rows_that_children_share(
     assert matched(store, FULL).matched_tokens == 0, "a tensor of it has no rows"
     put(store, "q", FULL[:400])
     assert matched(store, FULL).matched_tokens == 100
+
+
+def test_a_use_that_is_written_down_late_is_no_later_than_it_was(machine: Machine) -> None:
+    """What one process keeps in memory has its place among what another has written down."""
+    one, other = machine.start(), machine.start()
+    early, late = Sessions(one, sides_max=6), Sessions(other, sides_max=6)
+    declared = dict.fromkeys(Side, HALVES)
+    for name in "abc":
+        early.register(TENANT, name, declared)
+    assert early.lookup(TENANT, "a")
+    assert late.lookup(TENANT, "c")
+    other.flush_uses()
+    one.flush_uses()
+    for name, gone in (("d", "b"), ("e", "a"), ("f", "c")):
+        late.register(TENANT, name, declared)
+        assert not early.exists(TENANT, gone), "not the one that was used longest ago"
+        assert sum(early.exists(TENANT, known) for known in "abcdef") == 3
