@@ -106,9 +106,9 @@ class PionPromptCache(AttendByNamespace):
         host, port: the same in two, instead of `address`.
         model_id: what identifies the model's K/V; by default computed from its parameters and
             arguments (`model_id`). A name of one's own must change whenever the K/V would.
-        vquant: how V is stored; K is raw. "raw" keeps every bit. "fp16" is what f16 rows are anyway;
-            rows of another type are kept raw as well, because casting them would lose bits. The
-            others (`pion_wire.codecs`: int8, fp8, turbo4, turbo3, turbo2, mlx4g32, …) lose some:
+        vquant: how V is stored; K is raw. "raw" keeps every bit. "fp16" rounds to binary16, which
+            is what f16 rows are anyway: those are kept raw, and are the same prefix. The others
+            (`pion_wire.codecs`: int8, fp8, turbo4, turbo3, turbo2, mlx4g32, …) lose more:
             what another has stored is served only if it was stored in the same way, and
             `stats()["stored_as"]` and `["fidelity"]` say how.
         boundary_protect: layers at both ends whose V a lossy `vquant` leaves raw.
