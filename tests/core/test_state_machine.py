@@ -413,12 +413,12 @@ class PrefixStoreMachine(RuleBasedStateMachine):
         with contextlib.suppress(OverBudget):
             identity = self.stores[which].snapshots.take(TENANT, name)
             counts = len(known.rows[0]) // ROW_BYTES, len(known.rows[1]) // ROW_BYTES
-            self.snapshots[identity + 1_000_000 * which] = (which, name, known, counts)
+            self.snapshots[identity] = (which, name, known, counts)
 
     def restore_snapshot(self, pick: int) -> None:
         if not self.snapshots:
             return
-        key = sorted(self.snapshots)[pick % len(self.snapshots)]
+        key = list(self.snapshots)[pick % len(self.snapshots)]
         which, name, known, counts = self.snapshots[key]
         if self.names.get(name) is not known:
             del self.snapshots[key]
@@ -427,7 +427,7 @@ class PrefixStoreMachine(RuleBasedStateMachine):
             rows[: ROW_BYTES * count] for rows, count in zip(known.rows, counts, strict=True)
         )
         try:
-            generation = self.stores[which].snapshots.restore(TENANT, name, key % 1_000_000)
+            generation = self.stores[which].snapshots.restore(TENANT, name, key)
         except InvalidRequest:
             least = min(map(len, kept)) // ROW_BYTES
             assert any(o.parent is known and o.base > least for o in self.alive())
