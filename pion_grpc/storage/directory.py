@@ -91,11 +91,17 @@ class DataDirectory:
             raise _unusable(self.path, error) from error
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Gives the locks back."""
         (self.run / f"{self.instance}-counters").unlink(missing_ok=True)
         (self.run / f"{self.instance}.lock").unlink(missing_ok=True)
-        os.close(self._lock)
-        os.close(self._use)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Lets go of the locks and leaves everything else, as the system does for who is killed."""
+        held, self._lock, self._use = (self._lock, self._use), -1, -1
+        for descriptor in held:
+            if descriptor >= 0:
+                os.close(descriptor)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ A row is computed from all tokens up to its own, as the K and V of a model are. 
 out for some tokens can so be checked against the tokens alone, without a model of the store.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -67,8 +66,7 @@ class Machine:
 
     def crash(self, store: PrefixStore) -> None:
         """Ends a process as SIGKILL does: its locks are free, nothing was said to anybody."""
-        os.close(store.directory._lock)
-        os.close(store.directory._use)
+        store.directory.let_go()
 
     def cut_power(self, target: Path) -> "Machine":
         """Returns the machine after a power cut and a boot: what was not flushed is gone."""
@@ -77,9 +75,10 @@ class Machine:
         return Machine(target, PowerCut(target), boot=f"{self.boot}+1")
 
     def close(self) -> None:
-        """Lets go of what crashed processes held in this one."""
+        """Lets go of what its processes hold in this one."""
         for store in self._stores:
             store._catalog.close()
+            store.directory.let_go()
 
 
 def power_cut_machine(path: Path) -> Machine:
