@@ -197,6 +197,7 @@ def test_a_chunk_above_a_mebibyte_is_refused(store: PrefixStore) -> None:
         ("p", {"parts": (PartInfo("s", 1_024, 1, 1),)}, "parts[0].slot"),
         ("p", {"parts": (PartInfo("s", -1, 1, 1),)}, "parts[0].slot"),
         ("p", {"parts": (PartInfo("s", 0, 101, 1),)}, "parts[0].boundary_tokens"),
+        ("p", {"parts": (PartInfo("s", 0, 0, 1),)}, "parts[0].boundary_tokens"),
         ("p", {"parts": (PartInfo("s", 0, -1, 1),)}, "parts[0].boundary_tokens"),
         ("p", {"parts": (PartInfo("s", 0, 1, (4 << 30) + 1),)}, "parts[0].size_bytes"),
         ("p", {"parts": (PartInfo("s", 0, 1, -1),)}, "parts[0].size_bytes"),
@@ -220,7 +221,7 @@ def test_a_header_beyond_a_limit_names_the_field(
 
 def test_what_is_just_within_the_limits_is_taken(store: PrefixStore) -> None:
     name = "ä" * 100
-    parts = tuple(PartInfo("s", n % 1_024, n // 1_024, 0) for n in range(4_096))
+    parts = tuple(PartInfo("s", n % 1_024, 1 + n // 1_024, 0) for n in range(4_096))
     put(store, name, IDS, model_id="m" * 128, parts=parts, part_bytes=(b"",) * 4_096)
     assert look(store, name).hit
     assert store.drop(TENANT, [name]) == [True]
@@ -228,7 +229,7 @@ def test_what_is_just_within_the_limits_is_taken(store: PrefixStore) -> None:
 
 def test_descriptions_that_would_make_a_header_unreadable_are_refused(store: PrefixStore) -> None:
     parts = tuple(
-        PartInfo("s", n, 0, 0, "\x01" * 4_096) for n in range(400)
+        PartInfo("s", n, 1, 0, "\x01" * 4_096) for n in range(400)
     )  # 6 bytes each in JSON
     with pytest.raises(InvalidRequest) as caught:
         begin(store, "p", IDS, parts=parts)
