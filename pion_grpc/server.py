@@ -29,7 +29,7 @@ from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import CannotStart, DiskFull, PionError
-from pion_grpc.resp.server import RespServer, RespSettings, files_max, remove_dead_socket
+from pion_grpc.resp.server import RespServer, RespSettings, raise_files_limit, remove_dead_socket
 from pion_grpc.rpc.attend import AttendService
 from pion_grpc.rpc.prefix_store import PrefixStoreService
 from pion_grpc.rpc.service import (
@@ -112,7 +112,7 @@ class Server:
         os.umask(0o077)
         tune_allocator()
         tune_blas()
-        files_max()
+        raise_files_limit()
         backend = attend_backend(config)
         self._directory = DataDirectory(config.data)
         self.store = self._opened_store()

@@ -31,7 +31,6 @@ from pion_grpc.config import Config, parse_address
 from pion_grpc.errors import CannotStart
 from pion_grpc.resp.server import Block, bind_blocks, port_of
 
-READY_S = 60.0
 RESTART_S = 1.0
 """A worker that died is started again after so long: one that cannot start does not take a core."""
 

@@ -475,12 +475,11 @@ class PrefixStore:
                     namespace=found.prefix.namespace,
                 )
             extents = tuple(self._exports.extents(found.reading))
-            lease = secrets.token_bytes(16)
+            row = found.reading.chain[-1]
             with self._catalog.write() as transaction:
-                row = found.reading.chain[-1]
-                if transaction.by_id(row.id) is None:
-                    raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace)
-                transaction.add_lease(lease, row.id, unix_ms() + max(lease_ms, 1))
+                lease = _lease(transaction, row.id, max(lease_ms, 1))
+            if not lease:
+                raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace)
         self.ledger.restored(found.restore, exported=found.reading.total_bytes)
         rows, cut = found.reading.rows, found.shortened_by
         return Export(found.prefix, rows, extents, found.token_ids, lease, cut)
@@ -731,23 +730,20 @@ class PrefixStore:
         itself has reached the budget.
         """
         while lease_ms and any(prefix for _, prefix in found):
-            leases: dict[int, bytes] = {}
             try:
                 self.space.check_declared(LEASE_BYTES * len(found))
             except OverBudget:
                 break
+            hits = {prefix for _, prefix in found if prefix}
             with self._catalog.write() as transaction:
-                for prefix in {prefix for _, prefix in found if prefix}:
-                    if transaction.by_id(prefix) is not None:
-                        leases[prefix] = secrets.token_bytes(16)
-                        transaction.add_lease(leases[prefix], prefix, unix_ms() + lease_ms)
-            if all(prefix in leases for _, prefix in found if prefix):
+                leases = {prefix: _lease(transaction, prefix, lease_ms) for prefix in hits}
+            if all(leases.values()):
                 return [
                     dataclasses.replace(answer, lease_id=leases[prefix]) if prefix else answer
                     for answer, prefix in found
                 ]
             found = [
-                self._sound(ask) if prefix and prefix not in leases else (answer, prefix)
+                self._sound(ask) if prefix and not leases[prefix] else (answer, prefix)
                 for (answer, prefix), ask in zip(found, asks, strict=True)
             ]
         return [answer for answer, _ in found]
@@ -830,6 +826,15 @@ class PrefixStore:
                 self._prefill_ms[prefix] = prefill_ms
             if len(self._prefill_ms) > PREFILLS_MAX:
                 del self._prefill_ms[next(iter(self._prefill_ms))]
+
+
+def _lease(transaction: Transaction, prefix: int, lease_ms: int) -> bytes:
+    """Leases a prefix and returns the lease; empty if it went meanwhile."""
+    if transaction.by_id(prefix) is None:
+        return b""
+    lease = secrets.token_bytes(16)
+    transaction.add_lease(lease, prefix, unix_ms() + lease_ms)
+    return lease
 
 
 def _range(asked: RowRange, row: PrefixRow) -> RowRange:

@@ -126,6 +126,10 @@ class Space:
         """Returns the bytes of every file of the directory, reservations included."""
         return transaction.usage() + self._foreign_bytes + self._directory.catalog_bytes()
 
+    def _overhead_bytes(self) -> int:
+        """Returns what counts beside the files that the catalogue names, the database's own included."""
+        return self._foreign_bytes + self._directory.catalog_bytes() + CATALOG_HEADROOM_BYTES
+
     def make_room(
         self,
         transaction: Transaction,
@@ -145,8 +149,7 @@ class Space:
         """
         growth = token_count * CATALOG_BYTES_PER_TOKEN
         # What is written to the database is in its log as well.
-        overhead = self._foreign_bytes + self._directory.catalog_bytes()
-        overhead += CATALOG_HEADROOM_BYTES + growth + grown_bytes
+        overhead = self._overhead_bytes() + growth + grown_bytes
         if needed + overhead > self.budget_bytes:
             raise self._over_budget(needed)
         evicted: list[str] = []
@@ -172,8 +175,7 @@ class Space:
         self, transaction: Transaction, tenant: str, needed: int, grown_bytes: int = 0
     ) -> bool:
         """Whether so many bytes fit into what a transaction sees, with nothing reserved or evicted."""
-        overhead = self._directory.catalog_bytes() + CATALOG_HEADROOM_BYTES + grown_bytes
-        stored = transaction.stored_bytes() + needed + self._foreign_bytes + overhead
+        stored = transaction.stored_bytes() + needed + self._overhead_bytes() + grown_bytes
         quota = self.tenant_budget_bytes
         return stored <= self.budget_bytes and (
             not quota or transaction.usage(tenant) + needed <= quota
@@ -202,8 +204,7 @@ class Space:
         Raises:
             OverBudget: it cannot fit.
         """
-        taken = self._foreign_bytes + self._directory.catalog_bytes() + CATALOG_HEADROOM_BYTES
-        if taken + 2 * size > self.budget_bytes:  # in the database and in its log
+        if self._overhead_bytes() + 2 * size > self.budget_bytes:  # in the database and in its log
             raise self._over_budget(size)
 
     def remove(self, transaction: Transaction, prefix: PrefixRow) -> None:

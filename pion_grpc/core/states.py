@@ -5,7 +5,6 @@ round. A value is replaced as a whole, dropped durably, and as large as the budg
 limit on their number. Both wires see the same ones. What a value means, only its owner knows.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from crc32c import crc32c
@@ -191,14 +190,6 @@ class RecurrentStates:
         if dropped:
             self.blobs.workshop.space.sweep()
         return dropped
-
-
-def pieces_of(found: FoundState, begin: int = 0) -> Iterator[memoryview]:
-    """Yields the bytes of an open value from `begin` on, and closes it at the end."""
-    try:
-        yield from found.reading.pieces(begin)
-    finally:
-        found.reading.close()
 
 
 def _info(state: StateRow, size: int) -> StateInfo:

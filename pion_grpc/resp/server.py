@@ -123,7 +123,7 @@ class RespServer:
         )
         dispatcher = Dispatcher(services, COMMANDS)
         limits = RequestLimits(request_bytes_max=settings.request_bytes_max)
-        clients_max = min(settings.clients_max, files_max() // 2)
+        clients_max = min(settings.clients_max, raise_files_limit() // 2)
         self._engine = Engine(
             self._loop,
             self._workers,
@@ -227,7 +227,7 @@ class RespServer:
             connection.go_on()
 
 
-def files_max() -> int:
+def raise_files_limit() -> int:
     """Asks the system for as many open files as it allows, and returns how many that is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)

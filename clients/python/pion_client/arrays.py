@@ -129,11 +129,6 @@ class Taken(NamedTuple):
         """Whether the caller gets something else than what comes."""
         return self.stored != self.given
 
-    @property
-    def is_encoded(self) -> bool:
-        """Whether the caller gets an `Encoded`."""
-        return self.given.codec != "raw"
-
 
 def taken(tensor: TensorLayout, keep: Container[str]) -> Taken:
     """Returns how a caller gets a tensor that wants these codecs, or families, as they are stored.

@@ -22,15 +22,15 @@ import numpy as np
 
 from pion_client import Client, Tls
 from pion_grpc.cli.bench.measuring import Context, timed
-from pion_grpc.cli.bench.prefixes import MODEL, Large, large
+from pion_grpc.cli.bench.prefixes import MODEL, large
 from pion_grpc.cli.bench.processes import BareSocket, PeerMissing, Server
 from pion_grpc.cli.bench.results import Result, Samples, milliseconds, not_measured, rates
+from pion_grpc.cli.bench.transfer import NAME, put
 from pion_grpc.cli.mesh import certificates, services
 from pion_grpc.cli.mesh.nodes import Node, parse_mesh
 from pion_grpc.cli.mesh.render import rendered
 from pion_grpc.cli.mesh.writing import write
 
-NAME = "large"
 NODES = 3
 SMALL_PREFIXES = 300
 CLIENTS = (1, 8, 64)
@@ -141,7 +141,7 @@ def fetch(context: Context) -> list[Result]:
             proxy = stack.enter_context(Envoy(node))
             for way, address in (("direct", node.key), ("through Envoy", proxy.address)):
                 client = stack.enter_context(shelf.client(address))
-                _put(client, prefix)
+                put(client, prefix)
                 sides[f"{way}, {kind}"] = _fetching(client)
                 if pionctl is not None:
                     sides[f"pionctl {way}, {kind}"] = _running(
@@ -241,20 +241,6 @@ def _put_small(client: Client) -> None:
     rows = np.zeros((1, 64, 8), np.float16)
     for number in range(SMALL_PREFIXES):
         client.store(f"p{number}", layers=[(rows, rows)], token_ids=_ids(number), model=MODEL)
-
-
-def _put(client: Client, prefix: Large) -> None:
-    client.store(NAME, layers=prefix.layers, token_ids=prefix.token_ids, model=MODEL)
-    fetched = client.fetch(NAME)
-    assert fetched is not None
-    for pair, again in zip(prefix.layers, fetched.layers, strict=True):
-        for side, other in zip(pair, again, strict=True):
-            assert np.array_equal(_bits(side), _bits(other)), "other bits came back"
-
-
-def _bits(array: Any) -> np.ndarray:
-    bits: np.ndarray = array.view(np.uint16)
-    return bits
 
 
 def _fetching(client: Client) -> Callable[[], float]:

@@ -228,13 +228,18 @@ def _stored(context: Context) -> Iterator[_Stored]:
 def _put_large(server: Server, *, quick: bool) -> Large:
     prefix = large(quick=quick)
     with _streaming(server) as client:
-        client.store(NAME, layers=prefix.layers, token_ids=prefix.token_ids, model=MODEL)
-        fetched = client.fetch(NAME)
-        assert fetched is not None
-        for pair, again in zip(prefix.layers, fetched.layers, strict=True):
-            for side, other in zip(pair, again, strict=True):
-                assert np.array_equal(_bits(side), _bits(other)), "other bits came back"
+        put(client, prefix)
     return prefix
+
+
+def put(client: Client, prefix: Large) -> None:
+    """Stores the large prefix, and fetches it once to see that no bit has changed."""
+    client.store(NAME, layers=prefix.layers, token_ids=prefix.token_ids, model=MODEL)
+    fetched = client.fetch(NAME)
+    assert fetched is not None
+    for pair, again in zip(prefix.layers, fetched.layers, strict=True):
+        for side, other in zip(pair, again, strict=True):
+            assert np.array_equal(_bits(side), _bits(other)), "other bits came back"
 
 
 def _streaming(server: Server) -> Client:
