@@ -18,7 +18,7 @@ import numpy as np
 import threadpoolctl
 
 from pion_client import Client
-from pion_grpc.backends import Dense, create
+from pion_grpc.backends import Dense, Name, create
 from pion_grpc.cli.bench.measuring import Context, Side, timed
 from pion_grpc.cli.bench.models import QUESTION_TOKENS, Loaded, ModelProcess
 from pion_grpc.cli.bench.processes import Server
@@ -110,24 +110,29 @@ def backends(context: Context) -> list[Result]:
     with threadpoolctl.threadpool_limits(1, "blas"):
         for dim in DIMS:
             entry = entry_of(ROWS, dim)
-            ours, plain = bare(entry), _plain_numpy(entry)
-            agree(ours(), plain())
-            samples = context.interleaved(
-                {
-                    "backend": partial(median, ours),
-                    "bare": partial(median, plain),
-                },
-                rounds=15,
-            )
-            results.append(
-                Result(
-                    f"backend numpy, {entry.shape_text}",
-                    "µs",
-                    microseconds("attend", samples["backend"]),
-                    microseconds("NumPy made bare", samples["bare"]),
-                    at_most(1.1),
+            made_bare: dict[Name, Callable[[], Array]] = {
+                "numpy": _plain_numpy(entry),
+                "mlx": _plain_mlx(entry),
+            }
+            for name, plain in made_bare.items():
+                ours = bare(entry, name)
+                agree(ours(), plain())
+                samples = context.interleaved(
+                    {
+                        "backend": partial(median, ours),
+                        "bare": partial(median, plain),
+                    },
+                    rounds=15,
                 )
-            )
+                results.append(
+                    Result(
+                        f"backend {name}, {entry.shape_text}",
+                        "µs",
+                        microseconds("attend", samples["backend"]),
+                        microseconds("the same made bare", samples["bare"]),
+                        at_most(1.1),
+                    )
+                )
     return results
 
 
@@ -428,9 +433,9 @@ def _asking(client: Client, entry: Entry) -> Callable[[], object]:
     return lambda: client.attend_query("bench", 0, entry.q)
 
 
-def bare(entry: Entry) -> Callable[[], Array]:
-    """The computation alone, by the backend that the server has."""
-    backend = create("numpy")
+def bare(entry: Entry, name: Name = "numpy") -> Callable[[], Array]:
+    """The computation alone, by a backend; by default the one that the server has."""
+    backend = create(name)
     resident, query = backend.load(entry.k, entry.v), Dense(q=entry.q)
     return lambda: backend.attend(resident, query).out
 
@@ -445,6 +450,20 @@ def _plain_numpy(entry: Entry) -> Callable[[], Array]:
         total = scores.sum(axis=2, keepdims=True)
         out: Array = np.matmul(scores, entry.v) / total
         return out
+
+    return attend
+
+
+def _plain_mlx(entry: Entry) -> Callable[[], Array]:
+    import mlx.core as mx
+
+    k, v = mx.array(entry.k)[None], mx.array(entry.v)[None]
+    mx.eval(k, v)
+    scale = entry.q.shape[2] ** -0.5
+
+    def attend() -> Array:
+        out = mx.fast.scaled_dot_product_attention(mx.array(entry.q)[None], k, v, scale=scale)
+        return np.array(out[0])
 
     return attend
 
