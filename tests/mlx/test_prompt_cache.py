@@ -652,7 +652,7 @@ def test_a_server_that_does_not_answer_changes_nothing_and_is_left_alone(where, 
 def test_a_server_that_comes_back_is_not_given_up(start_server, model):
     server, ids = start_server(), tokens(100)
     with PionPromptCache(model, address=server.address) as prompt_cache:
-        prompt_cache._breaker = Breaker(open_s=0)
+        prompt_cache._exchange.breaker = Breaker(open_s=0)
         prompt_cache.get_or_prefill(ids)
         assert prompt_cache.flush(WAIT_S)
         server.kill()
