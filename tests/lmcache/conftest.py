@@ -15,6 +15,7 @@ collect_ignore = [] if importlib.util.find_spec("lmcache") else ["test_connector
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
 PYTHON = os.environ.get("PION_PYTHON", str(Path(__file__).parents[2] / ".venv/bin/python"))
 

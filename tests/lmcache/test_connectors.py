@@ -65,8 +65,18 @@ class Engine:
         wrapped = self.connector.getWrappedConnector()
         if hasattr(wrapped, "client"):
             wrapped.client.close()
+        self.run(_end_tasks())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(WAIT_S)
+        self.loop.close()
+
+
+async def _end_tasks() -> None:
+    """Ends what the connector has running for as long as its loop does."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture(params=[(s, n) for s in ("resp", "redis") for n in LAYERS], ids=" ".join)
@@ -115,6 +125,8 @@ def test_batches_are_not_mixed_up(engine: Engine, numbers: list[int]) -> None:
         got = [engine.run(engine.connector.get(key)) for key in keys]
     for mine, theirs in zip(chunks, got, strict=True):
         assert bytes(theirs.byte_array) == bytes(mine.byte_array)
+    for chunk in (*chunks, *got):
+        chunk.ref_count_down()
 
 
 def test_what_is_not_there_is_a_miss(engine: Engine, numbers: list[int]) -> None:
