@@ -111,7 +111,27 @@ func (n *nodes) note(name string, err error) {
 	}
 }
 
+// toNode is the key of a context's value: the node that its calls go to, whatever their route.
+type toNode struct{}
+
+// each returns a context for each node, as it is named, whether it is up or not: for what is asked about nodes, and
+// of which no other can stand in. Of one server, or of a proxy whose nodes are not known, there is one.
+func (c *Client) each(ctx context.Context) []context.Context {
+	several, ok := c.conn.(*nodes)
+	if !ok {
+		return []context.Context{ctx}
+	}
+	var each []context.Context
+	for _, name := range several.names {
+		each = append(each, context.WithValue(ctx, toNode{}, name))
+	}
+	return each
+}
+
 func (n *nodes) of(ctx context.Context) string {
+	if name, ok := ctx.Value(toNode{}).(string); ok {
+		return name
+	}
 	sent, _ := metadata.FromOutgoingContext(ctx)
 	return n.node(strings.Join(sent.Get("pion-route"), ""))
 }

@@ -178,7 +178,7 @@ func (c *Client) Drop(ctx context.Context, namespaces ...string) ([]bool, error)
 }
 
 // List yields what is visible, ordered by name: names that begin with a prefix, or all. It asks for a
-// page when it is needed, and ends with the first error.
+// page when it is needed, and ends with the first error. What several nodes hold is listed once.
 func (c *Client) List(ctx context.Context, prefix string) iter.Seq2[PrefixInfo, error] {
 	routes := c.routes.all(prefix)
 	if len(routes) == 1 {
@@ -198,13 +198,15 @@ func (c *Client) List(ctx context.Context, prefix string) iter.Seq2[PrefixInfo, 
 				listings = append(listings, &listing{info, err, next})
 			}
 		}
-		for len(listings) > 0 {
+		for last, any := "", false; len(listings) > 0; {
 			first := slices.MinFunc(listings, func(a, b *listing) int { // errors have no name: they come first
 				return strings.Compare(a.info.Namespace, b.info.Namespace)
 			})
-			if !yield(first.info, first.err) || first.err != nil {
+			again := any && first.err == nil && first.info.Namespace == last
+			if !again && (!yield(first.info, first.err) || first.err != nil) {
 				return
 			}
+			last, any = first.info.Namespace, true
 			var ok bool
 			if first.info, first.err, ok = first.next(); !ok {
 				listings = slices.DeleteFunc(listings, func(l *listing) bool { return l == first })
@@ -266,27 +268,14 @@ func (c *Client) Register(ctx context.Context, registration Registration) (State
 	return answer.GetState(), answer.GetGeneration(), err
 }
 
-// Sync returns when everything acknowledged before is on stable storage.
+// Sync returns when everything acknowledged before is on stable storage, on every node.
 func (c *Client) Sync(ctx context.Context) error {
-	_, err := ask(c, ctx, "", c.prefixes.Sync, &pionv1.PrefixStoreSyncRequest{})
-	return err
-}
-
-// Describe describes the server: version, limits, codecs, budgets, totals.
-func (c *Client) Describe(ctx context.Context) (*pionv1.PrefixStoreDescribeResponse, error) {
-	return ask(c, ctx, "", c.prefixes.Describe, &pionv1.PrefixStoreDescribeRequest{})
-}
-
-// Stats returns the value receipt: what the store did for its clients.
-func (c *Client) Stats(ctx context.Context) (*pionv1.Receipt, error) {
-	answer, err := ask(c, ctx, "", c.stats.Get, &pionv1.StatsGetRequest{})
-	return answer.GetReceipt(), err
-}
-
-// ResetStats sets every counter to zero, and returns what they were.
-func (c *Client) ResetStats(ctx context.Context) (*pionv1.Receipt, error) {
-	answer, err := once(c, ctx, "", c.stats.Reset, &pionv1.StatsResetRequest{})
-	return answer.GetReceipt(), err
+	for _, ctx := range c.each(ctx) {
+		if _, err := ask(c, ctx, "", c.prefixes.Sync, &pionv1.PrefixStoreSyncRequest{}); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func someInfo(message *pionv1.PrefixInfo) (*PrefixInfo, error) {

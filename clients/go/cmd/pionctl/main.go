@@ -31,7 +31,8 @@ Commands:
   time NAME [N]    fetch a prefix N times (5) and say how long each took
 
 A proxy of several nodes asks one of them, the one that the name leads to: a prefix that was stored with token
-ids may be on another. With the nodes themselves in -address, one after the other, all of them are asked.
+ids may be on another. With the nodes themselves in -address, named as they are everywhere and with commas between
+them, all of them are asked, and put stores on the one that a proxy would choose.
 
 The password comes from PION_PASSWORD; the other flags' defaults from PION_ADDRESS, PION_TENANT,
 PION_TLS_CA, PION_TLS_CERT and PION_TLS_KEY.
@@ -97,7 +98,12 @@ func run(ctx context.Context, arguments []string, out, notes io.Writer) error {
 	case command == "time" && (len(rest) == 1 || len(rest) == 2):
 		return timed(ctx, all, rest[0], orElse(strings.Join(rest[1:], ""), "5"), out)
 	case command == "put" && (len(rest) == 1 || len(rest) == 2):
-		return put(ctx, all, rest[0], strings.Join(rest[1:], ""), *replace, out)
+		client, err := pion.Dial(*address, options) // of several nodes, it chooses the one that a proxy would
+		if err != nil {
+			return err
+		}
+		defer client.Close()
+		return put(ctx, client, rest[0], strings.Join(rest[1:], ""), *replace, out)
 	}
 	flags.Usage()
 	return flag.ErrHelp
@@ -277,10 +283,7 @@ func segmentOf(announced *pion.Prefix) *segment.Segment {
 	return s
 }
 
-func put(ctx context.Context, all nodes, file, name string, replace bool, out io.Writer) error {
-	if len(all) > 1 {
-		return errors.New("put needs one address: that of a proxy, which chooses the node")
-	}
+func put(ctx context.Context, client *pion.Client, file, name string, replace bool, out io.Writer) error {
 	opened, err := os.Open(file)
 	if err != nil {
 		return err
@@ -304,7 +307,7 @@ func put(ctx context.Context, all nodes, file, name string, replace bool, out io
 	request.Namespace = orElse(name, request.Namespace)
 	request.Replace = replace
 	request.Durability = pion.DurabilityDisk
-	stored, err := all[0].client.Store(ctx, request)
+	stored, err := client.Store(ctx, request)
 	if err != nil {
 		return err
 	}

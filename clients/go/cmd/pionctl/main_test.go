@@ -176,9 +176,12 @@ func TestNoNodeIsAskedAndNotAnother(t *testing.T) {
 		s.must("stat", name)
 		s.must("time", name, "1")
 		s.must("get", name, file)
-		if out, err := s.pionctl("put", file, "on-three"); err == nil { // on which of them?
-			t.Error(out)
-		}
+		s.must("put", file, "put again") // the second time it is there, wherever that is
+	}
+	here, _ := (shell{t, one}).pionctl("ls", "put again")
+	there, _ := (shell{t, two}).pionctl("ls", "put again")
+	if strings.Count(here+there, "put again") != 1 {
+		t.Errorf("one node has it, and not another:\n%s\n%s", here, there)
 	}
 	if out := s.must("stat"); strings.Count(out, "version") != 2 {
 		t.Error(out)
