@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from decimal import Decimal
 from typing import Any, NamedTuple, TypeAlias
 
 import structlog
@@ -756,10 +757,10 @@ def parse_float(text: bytes, what: str = "value") -> float:
 
 
 def float_text(value: float) -> bytes:
-    """Returns a number as it is stored: the shortest decimal, whole numbers without an exponent."""
-    if value.is_integer() and abs(value) < 1e17:
+    """Returns a number as it is stored: the shortest decimal, never with an exponent."""
+    if value.is_integer():
         return b"%d" % int(value)
-    return repr(value).encode()
+    return format(Decimal(repr(value)), "f").encode()
 
 
 def _attempt(transaction: Transaction, work: Work, keys: Keys) -> Outcome:

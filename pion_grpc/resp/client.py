@@ -19,8 +19,7 @@ _FIRST_NUMBER_BITS = 52  # no number leaves what a double holds exactly
 class Queued(NamedTuple):
     """What came between MULTI and EXEC."""
 
-    requests: list[Request] | None
-    """None: there was no MULTI."""
+    requests: list[Request]
     spoiled: bool
     watched: dict[bytes, int]
 
@@ -65,7 +64,7 @@ class Client:
 
     def leave_transaction(self) -> Queued:
         """Ends MULTI, forgets the watched keys, and returns what there was."""
-        left = Queued(self.queued, self.spoiled, self.watched)
+        left = Queued(self.queued or [], self.spoiled, self.watched)
         self.queued, self.spoiled, self.watched = None, False, {}
         return left
 

@@ -68,15 +68,14 @@ class Dispatcher:
         command = self.find(request)
         assert command is not None
         call = Call(self.services, client, command, request[1:], on_loop)
-        if command.name == "EXEC":
+        if command.name == "EXEC" and client.queued is not None:
             call.queued = client.leave_transaction()
         return call
 
     def answer_queued(self, call: Call) -> Answer:
         """Runs what came between MULTI and EXEC, on the keys of EXEC; one may fail, the others stand."""
         queued = call.queued
-        assert queued is not None
-        if queued.requests is None:
+        if queued is None:
             return Error("ERR EXEC without MULTI")
         if queued.spoiled:
             return Error("EXECABORT Transaction discarded because of previous errors.")

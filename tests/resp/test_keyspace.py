@@ -149,6 +149,8 @@ def test_counters_refuse_what_is_no_number(wire: Wire) -> None:
     assert wire("INCR", "n") == 1
     assert wire("DECRBY", "n", 11) == -10
     assert wire("INCRBYFLOAT", "n", "10.5") == b"0.5"
+    assert wire("INCRBYFLOAT", "m", "0.0000001") == b"0.0000001", "readers of it know no exponents"
+    assert wire("INCRBYFLOAT", "m", "1e21") == b"1000000000000000000000"
     assert wire("INCR", "n") == Refused("ERR value is not an integer or out of range")
     wire("SET", "n", 2**63 - 1)
     assert wire("INCR", "n") == Refused("ERR increment or decrement would overflow")
@@ -361,6 +363,12 @@ def test_watched_keys_that_change_stop_a_transaction(resp: Resp, wire: Wire) -> 
     wire("MULTI")
     wire("SET", "w", "mine")
     assert wire("EXEC") == ["OK"]
+    wire("WATCH", "w")
+    assert wire("EXEC") == Refused("ERR EXEC without MULTI")
+    other("SET", "w", "x")
+    wire("MULTI")
+    wire("SET", "w", "lost")
+    assert wire("EXEC") is None, "what is refused forgets nothing"
     wire("WATCH", "w")
     other("SET", "w", "x")
     wire("UNWATCH")
