@@ -233,3 +233,31 @@ private struct ErrorVectors: Decodable {
     #expect(try Framing.parseBytes([0x0a, 1, 7]) == .header([7]))
     #expect(throws: FrameError.self) { try Framing.parseBytes([]) }
 }
+
+private struct RingVectors: Decodable {
+    struct Hash: Decodable {
+        let text, xxh64: String
+    }
+    struct Known: Decodable {
+        let nodes: [String]
+        let down: Set<String>
+        let routes: [String: String]
+    }
+    let pointsPerNode: Int
+    let hashes: [Hash]
+    let rings: [Known]
+}
+
+@Test func theSharedRingsHold() throws {
+    let known = try vectors("ring", as: RingVectors.self)
+    #expect(known.pointsPerNode == Ring.pointsPerNode && !known.hashes.isEmpty && !known.rings.isEmpty)
+    for vector in known.hashes {
+        #expect(XXH64.hash(vector.text) == UInt64(vector.xxh64, radix: 16), "\(vector.text)")
+    }
+    for vector in known.rings {
+        let ring = try Ring(vector.nodes, down: vector.down)
+        for (route, node) in vector.routes { #expect(ring.node(of: route) == node, "\(route)") }
+        let up = vector.nodes.filter { !vector.down.contains($0) }
+        #expect(Set(ring.routes().map(ring.node(of:))) == Set(up.isEmpty ? vector.nodes : up))
+    }
+}
