@@ -6,8 +6,8 @@ binds the same port (SO_REUSEPORT); where that cannot be, on macOS and with a Un
 serves it alone. Workers are started anew, never forked: gRPC and MLX do not survive a fork. They end
 with their parent, however that ends: the pipe that told them what they are is kept open until then.
 
-What only one process knows is that worker's own: its receipt and row snapshots. Attend is off: one
-compute device has one owner.
+What only one process knows is that worker's own: its receipt. Attend is off: one compute device has
+one owner.
 """
 
 import contextlib

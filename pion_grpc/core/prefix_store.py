@@ -178,9 +178,10 @@ class PrefixStore:
         self._state_uses: dict[tuple[str, str], int] = {}
         self._prefill_ms: dict[int, float] = {}
         self._exports = Exports(directory)
-        self.snapshots = Snapshots(self._catalog)
+        self.snapshots = Snapshots(self.workshop)
         with self._catalog.starting():
             self.space.bury_dead_instances()
+            self.snapshots.forget_if_alone()
             self.space.measure()
 
     def close(self) -> None:
@@ -422,7 +423,7 @@ class PrefixStore:
         self.note_use(opened.prefix.id)
         restore = NO_RESTORE
         # Some of the tensors spare nobody a prefill.
-        if len(opened.reading.tensors) == len(opened.info.layout.tensors):
+        if query.counted and len(opened.reading.tensors) == len(opened.info.layout.tensors):
             restore = self._restore(opened.reading.chain, rows)
         token_ids = opened.token_ids[: 4 * rows.end]
         return Fetch(opened.info, opened.reading, token_ids, restore, opened.shortened_by)
@@ -569,7 +570,6 @@ class PrefixStore:
         self.space.bury_dead_instances()
         self.space.measure()
         self.space.forget_layouts()
-        self.snapshots.forget_gone()
         self.keep_within_budget()
         self._catalog.checkpoint()
 
@@ -628,6 +628,7 @@ class PrefixStore:
                     best, best_root = found, root
             if best is None:
                 return MatchResult(False, MissReason.NOT_STORED, None, requested, 0, 0), 0
+            longest = best.prefix.namespace, best.tokens
             row, matched, served, shortened_by = served_with_parts(
                 transaction, best_root, query.token_ids, best, query.part_kinds
             )
@@ -638,11 +639,15 @@ class PrefixStore:
             reason = MissReason.PART_MISSING
         if served < max(query.min_tokens, 1):
             reason = reason if shortened_by else MissReason.TOO_SHORT
-            return MatchResult(False, reason, info, requested, matched, 0, shortened_by), 0
+            return MatchResult(
+                False, reason, info, requested, matched, 0, shortened_by, b"", *longest
+            ), 0
         if not self._recovery.vouch(chain):
             raise _OutOfDate
         self.note_use(row.id)
-        return MatchResult(True, reason, info, requested, matched, served, shortened_by), row.id
+        return MatchResult(
+            True, reason, info, requested, matched, served, shortened_by, b"", *longest
+        ), row.id
 
     def _sound(self, ask: Callable[[], Answer]) -> Answer:
         """Asks again after what was found damaged has been taken out."""

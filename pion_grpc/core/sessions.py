@@ -43,6 +43,7 @@ from pion_grpc.storage.catalog import (
     PrefixRow,
     Transaction,
 )
+from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
 from pion_grpc.storage.snapshot import write_snapshot
 from pion_wire.layout import DType, Layout, Side, TensorLayout
@@ -430,7 +431,7 @@ class Sessions:
     # -- snapshots, saving
 
     def snapshot(self, tenant: str, sid: str) -> int:
-        """Remembers the rows of every layer, in memory; raises as `PrefixStore.snapshot` does."""
+        """Remembers the rows of every layer; raises as `Snapshots.take` does."""
         namespace, side = self._known(tenant, sid)
         return self._store.snapshots.take(tenant, namespace, side.value)
 
@@ -551,6 +552,7 @@ class Sessions:
     def _take_out(self, transaction: Transaction, row: PrefixRow, side: Side) -> None:
         """Removes one side of a prefix; the last one, or one that children share, takes it whole."""
         Sides(transaction).remove(row.id, side)
+        RowSnapshots(transaction).remove_side(row.id, side.value)
         if not _sides(transaction, row) - {side} or transaction.children(row.id):
             self._workshop.space.remove(transaction, row)
             return

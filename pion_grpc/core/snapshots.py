@@ -1,96 +1,72 @@
-"""Row snapshots of live prefixes, for speculative decoding: how long each tensor was, kept in memory.
+"""Row snapshots of live prefixes, for speculative decoding: how long each tensor was, and back to that.
 
 Going back does not touch bytes: what is cut off is covered by a hole, which later rows cover in turn.
-A snapshot is known to the process that took it, and to no other; so that another's id never means one
-of its own, each process counts from a random number on.
+
+The one decision: a snapshot is a row of the catalogue, so every process of the server knows it, and
+that which took it may die. It ends with its prefix or with the server: whoever finds itself alone on
+the directory at its start forgets those of the processes before.
 """
 
 import json
-import secrets
-import threading
-from typing import NamedTuple
 
 from pion_grpc.core.live import check_not_shared, outgrown
 from pion_grpc.core.reading import own_row_counts
 from pion_grpc.core.space import keep_tokens
-from pion_grpc.core.values import (
-    check_namespace,
-)
-from pion_grpc.errors import (
-    NotStored,
-    OverBudget,
-)
-from pion_grpc.storage.catalog import (
-    Catalog,
-    ExtentRow,
-    PrefixRow,
-)
+from pion_grpc.core.values import check_namespace
+from pion_grpc.core.workshop import Workshop
+from pion_grpc.errors import NotStored, OverBudget
+from pion_grpc.storage.catalog import ExtentRow, PrefixRow, Transaction
+from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
 from pion_wire.layout import Layout
 
 SNAPSHOTS_MAX = 16
-"""Row snapshots of one prefix."""
+"""Row snapshots of the same sides of one prefix."""
+SNAPSHOT_BYTES = 64
+"""What one takes in the catalogue, beside as much again for every tensor, generously."""
 
 
-_FIRST_ID_BITS = 52  # no id leaves what a double holds exactly
-
-
-class _Snapshot(NamedTuple):
-    prefix: int
-    sides: str
-    row_counts: dict[int, int]
-    """By the tensor's key; one that has come since had none."""
+class NoFreeSnapshot(OverBudget):
+    """These sides of the prefix have as many snapshots as they may have."""
 
 
 class Snapshots:
-    """The snapshots of one process."""
+    """All row snapshots of a data directory, for one process."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._lock = threading.Lock()
-        self._snapshots: dict[int, _Snapshot] = {}
-        self._serial = secrets.randbits(_FIRST_ID_BITS)
+    def __init__(self, workshop: Workshop) -> None:
+        self._workshop = workshop
+        self._catalog = workshop.catalog
 
-    @property
-    def count(self) -> int:
-        """Snapshots that are remembered."""
-        return len(self._snapshots)
+    def forget_if_alone(self) -> None:
+        """Forgets all of them if no other process is there that may have taken one."""
+        directory = self._workshop.directory
+        with self._catalog.write() as transaction:
+            # In here: whoever takes one later had its lock before that, or waits for this to end.
+            if directory.live_instances() == {directory.instance}:
+                RowSnapshots(transaction).clear()
 
     def take(self, tenant: str, namespace: str, sides: str = "kv") -> int:
         """Remembers how many rows each tensor of these sides has; returns the snapshot's id.
 
         Raises:
             NotStored: the prefix is not stored.
-            OverBudget: it has 16 snapshots of these sides already.
+            NoFreeSnapshot: it has 16 snapshots of these sides already.
+            OverBudget: the catalogue has reached the budget.
         """
-        row = self._named(tenant, namespace)
-        with self._lock:
-            held = sum(
-                (snapshot.prefix, snapshot.sides) == (row.id, sides)
-                for snapshot in self._snapshots.values()
-            )
-            if held >= SNAPSHOTS_MAX:
-                raise OverBudget(f"{namespace!r} has {SNAPSHOTS_MAX} snapshots: release one")
-            self._serial += 1
+        check_namespace(namespace)
+        with self._catalog.write() as transaction:
+            row = _named(transaction, tenant, namespace)
+            snapshots = RowSnapshots(transaction)
+            if snapshots.count(row.id, sides) >= SNAPSHOTS_MAX:
+                raise NoFreeSnapshot(f"{namespace!r} has {SNAPSHOTS_MAX} snapshots: release one")
+            tensors = Layout.from_json(row.layout).tensors
+            self._workshop.space.check_declared(SNAPSHOT_BYTES * (1 + len(tensors)))
             counts = {
                 tensor.key: count
-                for tensor, count in zip(
-                    Layout.from_json(row.layout).tensors, own_row_counts(row), strict=True
-                )
+                for tensor, count in zip(tensors, own_row_counts(row), strict=True)
                 if tensor.side.value in sides
             }
-            self._snapshots[self._serial] = _Snapshot(row.id, sides, counts)
-            return self._serial
-
-    def forget_gone(self) -> None:
-        """Forgets the snapshots of prefixes that are gone."""
-        with self._lock:
-            prefixes = {snapshot.prefix for snapshot in self._snapshots.values()}
-        with self._catalog.read() as transaction:
-            gone = {prefix for prefix in prefixes if transaction.by_id(prefix) is None}
-        with self._lock:
-            kept = [item for item in self._snapshots.items() if item[1].prefix not in gone]
-            self._snapshots = dict(kept)
+            return snapshots.add(row.id, sides, counts)
 
     def restore(self, tenant: str, namespace: str, snapshot_id: int, sides: str = "kv") -> int:
         """Cuts every tensor that has grown since back to a snapshot; returns the generation.
@@ -100,20 +76,18 @@ class Snapshots:
             InvalidRequest: a child shares rows that would go.
         """
         check_namespace(namespace)
-        with self._lock:
-            snapshot = self._snapshots.get(snapshot_id)
         with self._catalog.write() as transaction:
-            row = transaction.by_name(tenant, namespace)
-            if row is None:
-                raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
-            if snapshot is None or (snapshot.prefix, snapshot.sides) != (row.id, sides):
+            row = _named(transaction, tenant, namespace)
+            snapshot = RowSnapshots(transaction).get(snapshot_id, row.id, sides)
+            if snapshot is None:
                 raise NotStored(f"{namespace!r} has no snapshot {snapshot_id}", namespace=namespace)
             kept = []
             counts = own_row_counts(row)
             sides_table = Sides(transaction)
             for tensor, now in zip(Layout.from_json(row.layout).tensors, counts, strict=True):
                 mine = tensor.side.value in sides
-                kept.append(min(now, snapshot.row_counts.get(tensor.key, 0)) if mine else now)
+                # One that has come since had none.
+                kept.append(min(now, snapshot.get(tensor.key, 0)) if mine else now)
                 if now > kept[-1]:
                     begin = row.base + kept[-1]
                     hole = ExtentRow(tensor.key, 0, begin, now - kept[-1], "", 0, b"")
@@ -135,19 +109,19 @@ class Snapshots:
             return transaction.new_generation(row.id)
 
     def release(self, tenant: str, namespace: str, snapshot_id: int, sides: str = "kv") -> bool:
-        """Forgets a snapshot and keeps the rows; says whether it was known."""
-        row = self._named(tenant, namespace)
-        with self._lock:
-            known = self._snapshots.get(snapshot_id)
-            if known is None or (known.prefix, known.sides) != (row.id, sides):
-                return False
-            del self._snapshots[snapshot_id]
-            return True
+        """Forgets a snapshot and keeps the rows; says whether it was known.
 
-    def _named(self, tenant: str, namespace: str) -> PrefixRow:
+        Raises:
+            NotStored: the prefix is not stored.
+        """
         check_namespace(namespace)
-        with self._catalog.read() as transaction:
-            row = transaction.by_name(tenant, namespace)
-        if row is None:
-            raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
-        return row
+        with self._catalog.write() as transaction:
+            row = _named(transaction, tenant, namespace)
+            return RowSnapshots(transaction).remove(snapshot_id, row.id, sides)
+
+
+def _named(transaction: Transaction, tenant: str, namespace: str) -> PrefixRow:
+    row = transaction.by_name(tenant, namespace)
+    if row is None:
+        raise NotStored(f"{namespace!r} is not stored", namespace=namespace)
+    return row

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import apsw
 
 from pion_grpc.errors import CannotStart, DiskFull
-from pion_grpc.storage import blobs, copies, keyspace, sides, states
+from pion_grpc.storage import blobs, copies, keyspace, row_snapshots, sides, states
 from pion_grpc.storage.directory import rebuild_command
 from pion_grpc.storage.files import Files
 
@@ -475,7 +475,17 @@ def _fold(connection: apsw.Connection, name: str, pages: int) -> int:
 
 
 _MIGRATIONS = (
-    _SCHEMA + sides.SCHEMA + blobs.SCHEMA + keyspace.SCHEMA + states.SCHEMA + copies.SCHEMA,
+    "".join(
+        (
+            _SCHEMA,
+            sides.SCHEMA,
+            row_snapshots.SCHEMA,
+            blobs.SCHEMA,
+            keyspace.SCHEMA,
+            states.SCHEMA,
+            copies.SCHEMA,
+        )
+    ),
 )
 """Script i brings version i to i + 1."""
 
@@ -608,7 +618,15 @@ class Transaction:
             return
         files = [row.file] if row.file else []
         files += [name for name in self.extent_files(prefix) if name]
-        for table in ("tokens", "block_table", "extent", "lease", "reservation", "side"):
+        for table in (
+            "tokens",
+            "block_table",
+            "extent",
+            "lease",
+            "reservation",
+            "side",
+            "row_snapshot",
+        ):
             self.run(f"DELETE FROM {table} WHERE prefix = ?", (prefix,))
         self.run("DELETE FROM prefix WHERE id = ?", (prefix,))
         # All bytes are counted with the first file; they are one number in the budget.

@@ -10,7 +10,7 @@ from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.sessions import SIDES_MIN, Sessions
 from pion_grpc.core.values import RowRange
-from pion_grpc.errors import InvalidRequest
+from pion_grpc.errors import InvalidRequest, NotStored
 from pion_wire.layout import DType, Layout, Side
 from tests.core.support import (
     SMALL,
@@ -134,6 +134,25 @@ def test_a_side_that_went_is_not_read_again_when_it_is_declared_anew(store: Pref
         zeros = bytes(32)  # rows come as float32
         assert b"".join(found[1]) == zeros + zeros + row.astype("<f4").tobytes() + zeros
         store.save(TENANT, ["p"])
+
+
+def test_a_snapshot_of_a_side_that_went_cuts_nothing_of_the_one_declared_anew(
+    store: PrefixStore,
+) -> None:
+    put(store, "p", FULL, layout=KEYS)
+    sessions = Sessions(store)
+    sessions.register(TENANT, "p", {Side.V: HALVES})
+    taken = sessions.snapshot(TENANT, "p_pv"), store.snapshots.take(TENANT, "p")
+    of_k = sessions.snapshot(TENANT, "p_pk")
+    forget_sides(store)
+    add_layer(store, "p", 0, HALVES)
+    before = sessions.info(TENANT, "p_pv")
+    with pytest.raises(NotStored):
+        sessions.restore(TENANT, "p_pv", taken[0])
+    with pytest.raises(NotStored):
+        store.snapshots.restore(TENANT, "p", taken[1])
+    assert sessions.info(TENANT, "p_pv") == before
+    sessions.restore(TENANT, "p_pk", of_k)
 
 
 def test_no_side_of_a_prefix_that_was_stored_whole_is_ever_forgotten(store: PrefixStore) -> None:

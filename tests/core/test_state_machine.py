@@ -111,7 +111,7 @@ CHANGES = weighted(
     (2, step("drop", which=which, pick=pick)),
     (1, step("register", which=which, name=st.sampled_from(NAMES))),
     (1, step("take_snapshot", which=which, pick=pick)),
-    (2, step("restore_snapshot", pick=pick)),
+    (2, step("restore_snapshot", which=which, pick=pick)),
     (1, step("sync", which=which)),
     (1, step("lease", which=which, pick=pick)),
 )
@@ -182,7 +182,7 @@ class PrefixStoreMachine(RuleBasedStateMachine):
         """What else a name may be after a power cut: commits since the last synced one may be lost."""
         self.leases: dict[bytes, tuple[Known, Snapshot]] = {}
         self.once_leased: list[Known] = []
-        self.snapshots: dict[int, tuple[int, str, Known, tuple[int, int]]] = {}
+        self.snapshots: dict[int, tuple[str, Known, tuple[int, int]]] = {}
         self.evicted = 0
         self.serial = 0
 
@@ -409,17 +409,16 @@ class PrefixStoreMachine(RuleBasedStateMachine):
             return
         name = sorted(self.names)[pick % len(self.names)]
         known = self.names[name]
-        which %= len(self.stores)
         with contextlib.suppress(OverBudget):
-            identity = self.stores[which].snapshots.take(TENANT, name)
+            identity = self.store_of(which).snapshots.take(TENANT, name)
             counts = len(known.rows[0]) // ROW_BYTES, len(known.rows[1]) // ROW_BYTES
-            self.snapshots[identity] = (which, name, known, counts)
+            self.snapshots[identity] = (name, known, counts)
 
-    def restore_snapshot(self, pick: int) -> None:
+    def restore_snapshot(self, which: int, pick: int) -> None:
         if not self.snapshots:
             return
         key = list(self.snapshots)[pick % len(self.snapshots)]
-        which, name, known, counts = self.snapshots[key]
+        name, known, counts = self.snapshots[key]
         if self.names.get(name) is not known:
             del self.snapshots[key]
             return
@@ -427,7 +426,7 @@ class PrefixStoreMachine(RuleBasedStateMachine):
             rows[: ROW_BYTES * count] for rows, count in zip(known.rows, counts, strict=True)
         )
         try:
-            generation = self.stores[which].snapshots.restore(TENANT, name, key)
+            generation = self.store_of(which).snapshots.restore(TENANT, name, key)
         except InvalidRequest:
             least = min(map(len, kept)) // ROW_BYTES
             assert any(o.parent is known and o.base > least for o in self.alive())
@@ -475,7 +474,6 @@ class PrefixStoreMachine(RuleBasedStateMachine):
         which %= len(self.stores)
         self.machine.crash(self.stores[which])
         self.stores[which] = self.machine.start(BUDGET)
-        self.snapshots = {k: s for k, s in self.snapshots.items() if s[0] != which}
         self.evicted = sum(store.totals().evicted for store in self.stores)
         assert stray_files(self.stores[which]) == []
         self.look_at_everything()
@@ -487,7 +485,6 @@ class PrefixStoreMachine(RuleBasedStateMachine):
         for known in self.names.values():
             known.promise()
         self.synced()
-        self.snapshots = {k: s for k, s in self.snapshots.items() if s[0] != which}
         self.evicted = sum(store.totals().evicted for store in self.stores)
 
     def keep_house(self) -> None:
@@ -499,7 +496,7 @@ class PrefixStoreMachine(RuleBasedStateMachine):
         self.machines.append(self.machine.cut_power(self.path / str(len(self.machines))))
         before, self.names = self.names, {}
         ghosts, self.ghosts = self.ghosts, {}
-        self.leases, self.snapshots = {}, {}  # leases may be there again, or not
+        self.leases, self.snapshots = {}, {}  # leases may be there again, or not; snapshots are not
         self.start()
         assert stray_files(self.stores[0]) == []
         for name in NAMES:

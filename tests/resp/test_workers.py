@@ -1,5 +1,6 @@
 """Several workers are one server: each answers for everything, and one that dies takes nothing along."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from tests.server.wire import Wire as Grpc
 
 WORKERS = 4
 ROWS = os.urandom(64 * 2 * 200)
+UNKNOWN_SNAPSHOT = Refused("ERR V.RESTORE: unknown snap_id for this session")
 
 
 @pytest.fixture
@@ -111,20 +113,71 @@ def test_the_limit_of_sessions_is_one_for_all(start_server: Callable[..., Server
     other.close()
 
 
-def test_a_snapshot_of_one_worker_is_never_taken_for_one_of_another(server: ServerProcess) -> None:
-    stored(server)
+def worker(server: ServerProcess, index: int) -> Wire:
+    """Returns a connection to one worker and no other."""
     host, _, port = server.ready["resp"].rpartition(":")
-    one, other = (Wire(f"{host}:{int(port) + 2 + worker}") for worker in range(2))
-    long = one("V.SNAPSHOT", "ns_pk")
+    return Wire(f"{host}:{int(port) + 2 + index}")
+
+
+def test_a_snapshot_is_not_lost_on_the_worker_that_took_it(server: ServerProcess) -> None:
+    stored(server)
+    one, other = worker(server, 0), worker(server, 1)
+    short = one("V.SNAPSHOT", "ns_pk")
     assert other("V.STOREBATCH", "ns_pk", 0, 200, 200, ROWS, "FMT", "F16") == "OK"
-    longer = other("V.SNAPSHOT", "ns_pk")
-    unknown = Refused("ERR V.RESTORE: unknown snap_id for this session")
-    assert one("V.RESTORE", "ns_pk", longer) == unknown
-    assert other("V.RESTORE", "ns_pk", long) == unknown
-    assert (one("V.COMMIT", "ns_pk", longer), other("V.COMMIT", "ns_pk", long)) == (0, 0)
-    assert fields(one("V.INFO", "ns_pk"))["layer_0_tokens"] == "400"
-    assert one("V.RESTORE", "ns_pk", long) == "OK"
+    long = other("V.SNAPSHOT", "ns_pk")
+    assert long > short
+    os.kill(int(fields(one("INFO", "server"))["process_id"]), signal.SIGKILL)
+    assert other("V.RESTORE", "ns_pk", short) == "OK"
     assert fields(other("V.INFO", "ns_pk"))["layer_0_tokens"] == "200"
+    one.close()
+    one = worker(server, 0)  # started again meanwhile
+    assert other("V.STOREBATCH", "ns_pk", 0, 200, 400, ROWS * 2, "FMT", "F16") == "OK"
+    assert one("V.RESTORE", "ns_pk", long) == "OK"
+    assert fields(other("V.INFO", "ns_pk"))["layer_0_tokens"] == "400"
+    assert (one("V.COMMIT", "ns_pk", short), other("V.COMMIT", "ns_pk", short)) == (1, 0)
+    assert other("V.RESTORE", "ns_pk", short) == UNKNOWN_SNAPSHOT
+    assert other("V.RESTORE", "ns_pv", long) == UNKNOWN_SNAPSHOT
+    slots = [one("V.SNAPSHOT", "ns_pk") for _ in range(8)]
+    slots += [other("V.SNAPSHOT", "ns_pk") for _ in range(7)]
+    assert len({long, *slots}) == 16
+    assert one("V.SNAPSHOT", "ns_pk").text.startswith("ERR V.SNAPSHOT: no free snapshot slot")
+    one.close()
+    other.close()
+
+
+def test_a_snapshot_of_one_worker_is_everyones_over_grpc(server: ServerProcess) -> None:
+    stored(server)
+    wire = worker(server, 0)
+    taken = set()
+    with contextlib.ExitStack() as calls:
+        # A connection is one worker's; the system deals them out.
+        rpcs = [calls.enter_context(Grpc(server.address)).prefixes for _ in range(8)]
+        for rpc in rpcs:
+            taken.add(rpc.Snapshot(pb.PrefixStoreSnapshotRequest(namespace="ns")).snapshot_id)
+        assert wire("V.STOREBATCH", "ns_pv", 0, 200, 200, ROWS, "FMT", "F16") == "OK"
+        for number, rpc in zip(sorted(taken), rpcs, strict=True):
+            named: dict[str, Any] = {"namespace": "ns", "snapshot_id": number}
+            rpc.Restore(pb.PrefixStoreRestoreRequest(**named))
+            assert fields(wire("V.INFO", "ns_pv"))["layer_0_tokens"] == "200"
+            assert rpc.Release(pb.PrefixStoreReleaseRequest(**named)).released
+        assert wire("V.RESTORE", "ns_pk", max(taken)) == UNKNOWN_SNAPSHOT
+    wire.close()
+
+
+def test_no_snapshot_outlives_the_server(start_server: Callable[..., ServerProcess]) -> None:
+    flags = ("--workers", "2", "--resp", "127.0.0.1:0")
+    server = start_server(*flags)
+    stored(server)
+    one = worker(server, 0)
+    snapshot = one("V.SNAPSHOT", "ns_pk")
+    one.close()
+    server.stop()
+    server = start_server(*flags)
+    one, other = worker(server, 0), worker(server, 1)
+    assert one("V.RESTORE", "ns_pk", snapshot) == UNKNOWN_SNAPSHOT
+    taken = {one("V.SNAPSHOT", "ns_pk") for _ in range(16)}
+    assert snapshot not in taken
+    assert other("V.COMMIT", "ns_pk", min(taken)) == 1
     one.close()
     other.close()
 

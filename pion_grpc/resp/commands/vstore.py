@@ -6,7 +6,8 @@ from typing import NamedTuple
 from pion_grpc.core.copying import CopyRequest
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.sessions import LayerInfo, SessionInfo, SessionReading, WrongSize
-from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, OverBudget, RowsOutOfRange
+from pion_grpc.core.snapshots import NoFreeSnapshot
+from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, RowsOutOfRange
 from pion_grpc.resp.command import Answer, Call, Command, Streamed, Where, is_text
 from pion_grpc.resp.commands.formats import label, parse_specs, rope_of, stored_as
 from pion_grpc.resp.commands.prefixes import lines
@@ -127,7 +128,7 @@ def snapshot(call: Call) -> Answer:
         return call.services.sessions.snapshot(call.tenant, _sid(call))
     except NotStored as error:
         raise ReplyError(SESSION_NOT_FOUND) from error
-    except OverBudget as error:
+    except NoFreeSnapshot as error:
         raise ReplyError("ERR V.SNAPSHOT: no free snapshot slot (max 16 per session)") from error
 
 
