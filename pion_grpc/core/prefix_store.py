@@ -62,6 +62,7 @@ from pion_grpc.core.values import (
 from pion_grpc.core.workshop import RowFileNames, Workshop, sync_prefixes
 from pion_grpc.errors import (
     Corrupt,
+    DiskFull,
     Evicted,
     GenerationDiffers,
     InvalidRequest,
@@ -95,8 +96,6 @@ Result = TypeVar("Result", LookupResult, MatchResult)
 
 LEASE_BYTES = 128
 """What a lease takes in the catalogue."""
-PREFILLS_MAX = 100_000
-"""Prefill times that are remembered; the oldest go first."""
 
 
 class Fetch(NamedTuple):
@@ -176,8 +175,8 @@ class PrefixStore:
         self._published: Receipt | None = None
         self._uses: dict[tuple[int, str], int] = {}
         self._state_uses: dict[tuple[str, str], int] = {}
-        self._prefill_ms: dict[int, float] = {}
-        self._exports = Exports(directory)
+        self.exports = Exports(directory)
+        """What has been checked of the files that are named to clients."""
         self.snapshots = Snapshots(self.workshop)
         with self._catalog.starting():
             self.space.bury_dead_instances()
@@ -255,9 +254,8 @@ class PrefixStore:
                 assert row is not None
             if table is not None:
                 transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
-            info = self._info(transaction, row)
-        self.note_prefill(row.id, prefill_ms)
-        return info
+            transaction.update(row.id, prefill_ms=prefill_ms)
+            return self._info(transaction, row._replace(prefill_ms=prefill_ms))
 
     def lookup(
         self, tenant: str, queries: list[LookupQuery], lease_ms: int = 0
@@ -328,12 +326,14 @@ class PrefixStore:
         return begin_store(self.workshop, tenant, header)
 
     def stored(self, tenant: str, header: StoreHeader, stored: Stored) -> None:
-        """Notes the measured prefill time of a published prefix."""
-        with self._catalog.read() as transaction:
+        """Notes the measured prefill time of a published prefix, in place of one that was declared."""
+        if not header.prefill_ms:
+            return
+        # Without room for it the prefix is stored all the same.
+        with contextlib.suppress(DiskFull), self._catalog.write() as transaction:
             row = transaction.by_name(tenant, stored.namespace)
-        if row is not None and row.generation == stored.generation:
-            declared = self.prefill_ms(stored.declared_id)
-            self.note_prefill(row.id, header.prefill_ms or declared)
+            if row is not None and row.generation == stored.generation:
+                transaction.update(row.id, prefill_ms=header.prefill_ms)
 
     def write_rows(self, tenant: str, header: WriteRowsHeader) -> RowsSession:
         """Begins to write rows into one tensor of a registered or stored prefix."""
@@ -423,7 +423,7 @@ class PrefixStore:
         self.note_use(opened.prefix.id)
         restore = NO_RESTORE
         # Some of the tensors spare nobody a prefill.
-        if query.counted and len(opened.reading.tensors) == len(opened.info.layout.tensors):
+        if len(opened.reading.tensors) == len(opened.info.layout.tensors):
             restore = self._restore(opened.reading.chain, rows)
         token_ids = opened.token_ids[: 4 * rows.end]
         return Fetch(opened.info, opened.reading, token_ids, restore, opened.shortened_by)
@@ -475,7 +475,7 @@ class PrefixStore:
                     f"{found.prefix.namespace!r} is live, its rows are in no segment yet: stream them",
                     namespace=found.prefix.namespace,
                 )
-            extents = tuple(self._exports.extents(found.reading))
+            extents = tuple(self.exports.extents(found.reading))
             row = found.reading.chain[-1]
             with self._catalog.write() as transaction:
                 lease = _lease(transaction, row.id, max(lease_ms, 1))
@@ -628,7 +628,6 @@ class PrefixStore:
                     best, best_root = found, root
             if best is None:
                 return MatchResult(False, MissReason.NOT_STORED, None, requested, 0, 0), 0
-            longest = best.prefix.namespace, best.tokens
             row, matched, served, shortened_by = served_with_parts(
                 transaction, best_root, query.token_ids, best, query.part_kinds
             )
@@ -639,15 +638,11 @@ class PrefixStore:
             reason = MissReason.PART_MISSING
         if served < max(query.min_tokens, 1):
             reason = reason if shortened_by else MissReason.TOO_SHORT
-            return MatchResult(
-                False, reason, info, requested, matched, 0, shortened_by, b"", *longest
-            ), 0
+            return MatchResult(False, reason, info, requested, matched, 0, shortened_by), 0
         if not self._recovery.vouch(chain):
             raise _OutOfDate
         self.note_use(row.id)
-        return MatchResult(
-            True, reason, info, requested, matched, served, shortened_by, b"", *longest
-        ), row.id
+        return MatchResult(True, reason, info, requested, matched, served, shortened_by), row.id
 
     def _sound(self, ask: Callable[[], Answer]) -> Answer:
         """Asks again after what was found damaged has been taken out."""
@@ -791,7 +786,7 @@ class PrefixStore:
             created_unix_ms=row.created_unix_ms,
             durability=Durability.DISK if row.boot is None else Durability.PROCESS,
             parts=chain_parts(chain),
-            prefill_ms=self._prefill_ms.get(row.id, 0.0),
+            prefill_ms=row.prefill_ms,
         )
 
     def _restore(self, chain: list[PrefixRow], rows: RowRange) -> Restore:
@@ -800,10 +795,9 @@ class PrefixStore:
         for depth, row in enumerate(chain):
             above = chain[depth + 1].base if depth + 1 < len(chain) else rows.end
             served = max(0, min(above, rows.end) - max(row.base, rows.begin))
-            prefill_ms = self._prefill_ms.get(row.id, 0.0)
             own = row.token_count - row.base
-            if prefill_ms and own:
-                seconds += prefill_ms / 1_000 * served / own
+            if row.prefill_ms and own:
+                seconds += row.prefill_ms / 1_000 * served / own
             else:
                 unknown += served
         return Restore(rows.end - rows.begin, seconds, unknown)
@@ -817,20 +811,6 @@ class PrefixStore:
         """Remembers that the states of a session were used now."""
         with self._lock:
             self._state_uses[tenant, session] = time.time_ns()
-
-    def prefill_ms(self, prefix: int) -> float:
-        """Returns how long the prefill of a prefix took; 0: not measured."""
-        with self._lock:
-            return self._prefill_ms.get(prefix, 0.0)
-
-    def note_prefill(self, prefix: int, prefill_ms: float) -> None:
-        """Remembers how long the prefill of a prefix took; 0: not measured."""
-        with self._lock:
-            self._prefill_ms.pop(prefix, None)
-            if prefill_ms:
-                self._prefill_ms[prefix] = prefill_ms
-            if len(self._prefill_ms) > PREFILLS_MAX:
-                del self._prefill_ms[next(iter(self._prefill_ms))]
 
 
 def _lease(transaction: Transaction, prefix: int, lease_ms: int) -> bytes:

@@ -197,8 +197,8 @@ class Sessions:
             if table is not None:
                 transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
                 self._count_records(1)
+            transaction.update(row.id, prefill_ms=prefill_ms)
             transaction.stamp([(row.id, "".join(side.value for side in declarations))])
-        self._store.note_prefill(row.id, prefill_ms)
 
     def create(self, tenant: str, sid: str, declaration: Declaration, *, exactly: bool) -> int:
         """Declares one session and returns its number; one that exists stays as it is.
@@ -269,7 +269,7 @@ class Sessions:
             if tokens is None:
                 tokens = _first_layer_rows(row)
                 if prefill_ms is None:
-                    prefill_ms = self._store.prefill_ms(row.id)
+                    prefill_ms = row.prefill_ms
             seconds = (prefill_ms or 0.0) / 1_000
             self._store.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
         return hit

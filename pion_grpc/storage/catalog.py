@@ -68,7 +68,8 @@ CREATE TABLE prefix (
   durability  TEXT NOT NULL,
   boot        TEXT,                       -- boot under which it was written unsynced; NULL: on disk
   created_unix_ms INTEGER NOT NULL,
-  last_use    INTEGER NOT NULL
+  last_use    INTEGER NOT NULL,
+  prefill_ms  REAL NOT NULL DEFAULT 0     -- measured by who computed it; 0: not
 );
 CREATE UNIQUE INDEX prefix_name ON prefix (tenant, namespace) WHERE visible;
 CREATE INDEX prefix_parent ON prefix (parent) WHERE parent IS NOT NULL;
@@ -155,6 +156,7 @@ class PrefixRow(NamedTuple):
     boot: str | None
     created_unix_ms: int
     last_use: int
+    prefill_ms: float
 
 
 class NewPrefix(NamedTuple):
@@ -585,13 +587,22 @@ class Transaction:
         return {row[0] for row in rows}
 
     def insert(self, new: NewPrefix) -> int:
-        """Adds a prefix and returns its id."""
+        """Adds a prefix, with the prefill time that was declared of its name; returns its id."""
         layout = self._layout(new.layout)
         values = new._replace(layout=layout)  # type: ignore[arg-type]
         self.run(
             f"INSERT INTO prefix ({', '.join(NewPrefix._fields)}, generation, created_unix_ms,"
-            f" last_use) VALUES ({', '.join('?' * len(values))}, ?, ?, ?)",
-            (*values, self.next("generation"), unix_ms(), self.next("clock")),
+            f" last_use, prefill_ms) VALUES ({', '.join('?' * len(values))}, ?, ?, ?, coalesce(("
+            "SELECT prefill_ms FROM prefix WHERE visible AND tenant = ? AND namespace = ?"
+            " AND state = 'registered'), 0))",
+            (
+                *values,
+                self.next("generation"),
+                unix_ms(),
+                self.next("clock"),
+                new.tenant,
+                new.namespace,
+            ),
         )
         return self._connection.last_insert_rowid()
 

@@ -78,6 +78,25 @@ def test_two_stores_on_one_directory_see_each_others_prefixes(machine: Machine) 
     assert stray_files(one) == []
 
 
+def test_no_prefill_time_is_known_only_to_whom_it_was_told(machine: Machine) -> None:
+    one, two = machine.start(), machine.start()
+
+    def known(name: str) -> set[float]:
+        prefixes = [look(store, name).prefix for store in (one, two)]
+        return {prefix.prefill_ms for prefix in prefixes if prefix is not None}
+
+    one.register(TENANT, "p", SMALL, prefill_ms=250.0)
+    assert known("p") == {250.0}
+    put(two, "p", FULL)
+    assert known("p") == {250.0}, "what was declared holds where the Store says nothing else"
+    put(two, "q", FULL, prefill_ms=125.0)
+    assert known("q") == {125.0}
+    put(one, "q", FULL[:400], replace=True)
+    assert known("q") == {0.0}, "other rows, of which nobody has said it"
+    two.register(TENANT, "p", SMALL)
+    assert known("p") == {0.0}
+
+
 def test_a_start_or_a_stop_harms_nothing_that_another_process_is_storing(machine: Machine) -> None:
     one = machine.start()
     one.register(TENANT, "live", SMALL)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pion_grpc.core.prefix_store import PREFILLS_MAX, PrefixStore
+from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.storage.directory import DataDirectory
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from pion_wire.messages import layout_to_message
@@ -92,10 +92,3 @@ def test_snapshots_of_dropped_prefixes_are_forgotten(store: PrefixStore) -> None
     assert snapshot_count(store) == 1
     assert store.snapshots.release("", "kept", kept)
     assert snapshot_count(store) == 0
-
-
-def test_prefill_times_do_not_pile_up(store: PrefixStore) -> None:
-    for prefix in range(PREFILLS_MAX + 1):
-        store.note_prefill(prefix, 1.0)
-    assert store.prefill_ms(0) == 0
-    assert store.prefill_ms(1) == store.prefill_ms(PREFILLS_MAX) == 1.0
