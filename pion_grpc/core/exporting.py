@@ -27,21 +27,22 @@ class Exports:
         self._checked: dict[str, tuple[int, int, int, int]] = {}
 
     def extents(self, reading: Reading) -> Iterator[ExportExtent]:
-        """Yields the files that hold the rows of an open prefix, every page of them checked.
+        """Yields the files that hold the rows or parts of an open prefix, every page of them checked.
 
         Raises:
             CorruptPrefix: a page does not have its checksum.
             Evicted: a file went meanwhile.
         """
         parent = ""
+        with_parts = reading.part_owners
         for depth, row in enumerate(reading.chain):
             assert row.file is not None
-            begin = max(row.base, reading.rows.begin)
+            begin = min(max(row.base, reading.rows.begin), reading.rows.end)
             above = (
                 reading.chain[depth + 1].base if depth + 1 < len(reading.chain) else row.token_count
             )
-            end = min(above, reading.rows.end)
-            if begin < end:
+            count = max(0, min(above, reading.rows.end) - begin)
+            if count or row.id in with_parts:
                 status = self._stat(row)
                 self._check_once(row, status, reading)
                 yield ExportExtent(
@@ -50,8 +51,8 @@ class Exports:
                     status.st_ino,
                     status.st_size,
                     segment_layout(row, parent).data_offset,
-                    begin - row.base,
-                    end - begin,
+                    begin - row.base if count else 0,
+                    count,
                     begin,
                 )
             parent = row.namespace

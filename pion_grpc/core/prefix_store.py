@@ -423,7 +423,7 @@ class PrefixStore:
         self.note_use(opened.prefix.id)
         restore = NO_RESTORE
         # Some of the tensors spare nobody a prefill.
-        if len(opened.reading.tensors) == len(opened.info.layout.tensors):
+        if query.counted and len(opened.reading.tensors) == len(opened.info.layout.tensors):
             restore = self._restore(opened.reading.chain, rows)
         token_ids = opened.token_ids[: 4 * rows.end]
         return Fetch(opened.info, opened.reading, token_ids, restore, opened.shortened_by)
@@ -628,6 +628,7 @@ class PrefixStore:
                     best, best_root = found, root
             if best is None:
                 return MatchResult(False, MissReason.NOT_STORED, None, requested, 0, 0), 0
+            longest = best.prefix.namespace, best.tokens
             row, matched, served, shortened_by = served_with_parts(
                 transaction, best_root, query.token_ids, best, query.part_kinds
             )
@@ -638,11 +639,15 @@ class PrefixStore:
             reason = MissReason.PART_MISSING
         if served < max(query.min_tokens, 1):
             reason = reason if shortened_by else MissReason.TOO_SHORT
-            return MatchResult(False, reason, info, requested, matched, 0, shortened_by), 0
+            return MatchResult(
+                False, reason, info, requested, matched, 0, shortened_by, b"", *longest
+            ), 0
         if not self._recovery.vouch(chain):
             raise _OutOfDate
         self.note_use(row.id)
-        return MatchResult(True, reason, info, requested, matched, served, shortened_by), row.id
+        return MatchResult(
+            True, reason, info, requested, matched, served, shortened_by, b"", *longest
+        ), row.id
 
     def _sound(self, ask: Callable[[], Answer]) -> Answer:
         """Asks again after what was found damaged has been taken out."""
@@ -795,9 +800,8 @@ class PrefixStore:
         for depth, row in enumerate(chain):
             above = chain[depth + 1].base if depth + 1 < len(chain) else rows.end
             served = max(0, min(above, rows.end) - max(row.base, rows.begin))
-            own = row.token_count - row.base
-            if row.prefill_ms and own:
-                seconds += row.prefill_ms / 1_000 * served / own
+            if row.prefill_ms and row.token_count:  # of all its tokens, its parents' included
+                seconds += row.prefill_ms / 1_000 * served / row.token_count
             else:
                 unknown += served
         return Restore(rows.end - rows.begin, seconds, unknown)

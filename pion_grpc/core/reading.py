@@ -204,6 +204,11 @@ class Reading:
         return tuple(part for part, *_ in self._parts)
 
     @property
+    def part_owners(self) -> frozenset[int]:
+        """The prefixes of the chain in whose segments those parts are."""
+        return frozenset(prefix for _, prefix, *_ in self._parts)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all rows and parts."""
         rows = self.rows.end - self.rows.begin

@@ -33,7 +33,7 @@ from pion_grpc.core.access import TENANT_NAME
 from pion_grpc.core.checkup import PageReader, Progress
 from pion_grpc.core.reading import own_row_counts
 from pion_grpc.core.space import leave_index
-from pion_grpc.core.storing import SegmentFile, name_segment
+from pion_grpc.core.storing import SegmentFile, extends, name_segment
 from pion_grpc.core.values import Durability, check_model_id, check_namespace
 from pion_grpc.errors import (
     CannotStart,
@@ -445,7 +445,7 @@ def _fits(
     return (
         parent.model_id == segment.model_id
         and parent.depth + 1 < limits.CHAIN_DEPTH_MAX
-        and parent.base < segment.base
+        and extends(parent, segment.base)
         and all(counts.get(tensor, 0) >= segment.base for tensor in segment.layout.tensors)
         and common_tokens(transaction.token_ids(parent.id), token_ids) >= segment.base
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pion_grpc.core.matching import nodes
 from pion_grpc.core.order import PartOrder, RowOrder
-from pion_grpc.core.reading import chain_parts
+from pion_grpc.core.reading import chain_parts, parts_of
 from pion_grpc.core.values import (
     BlockTable,
     Durability,
@@ -205,9 +205,31 @@ def name_segment(transaction: Transaction, row: PrefixRow, segment: SegmentFile)
         # The blocks before the base are in the index through the parent, as long as it is there too.
         parent = transaction.by_id(row.parent) if row.parent is not None else None
         found = transaction.token_ids(parent.id) if parent is not None and parent.visible else b""
-        shared = row.base // BLOCK_TOKENS if len(found) >= 4 * row.base else 0
-        transaction.add_nodes(row.id, entries[shared:])
+        own = _first_own_block(row, segment.token_ids) if len(found) >= 4 * row.base else 0
+        transaction.add_nodes(row.id, entries[own:])
     return generation
+
+
+def _first_own_block(row: PrefixRow, token_ids: bytes) -> int:
+    """Returns the block from which on a child is found by itself: that of its first row.
+
+    If that is none, its last one; and where it has parts of its own, the one before that of the first of
+    them at the latest: whoever has so many tokens in common with it shares that whole.
+    """
+    first = min(row.base, len(token_ids) // 4 - 1) // BLOCK_TOKENS
+    boundaries = [part.boundary_tokens for part in parts_of(row)]
+    before = (min(boundaries) - 1) // BLOCK_TOKENS - 1 if boundaries else first
+    return max(0, min(first, before))
+
+
+def extends(parent: PrefixRow, base: int) -> bool:
+    """Says whether a child with so many of its rows takes anything of this prefix: a row, or a part.
+
+    If not it extends the parent's parent instead, so the bases of a chain never go back.
+    """
+    return parent.base < base or (
+        parent.base == base and any(part.boundary_tokens <= base for part in parts_of(parent))
+    )
 
 
 def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSession | Stored:
@@ -400,10 +422,9 @@ def _parent(
             "token_ids",
             f"token {agreeing} is another than the parent's: base can be at most {agreeing}",
         )
-    # Rows below the parent's own base are its parent's: extending that keeps every base of a chain
-    # above the one before it.
     ancestor: PrefixRow | None = parent
-    while ancestor is not None and header.base <= ancestor.base and ancestor.parent is not None:
+    while ancestor is not None and not extends(ancestor, header.base):
+        assert ancestor.parent is not None, "whoever has no parent has rows from the first one on"
         ancestor = transaction.by_id(ancestor.parent)
     assert ancestor is not None, "a parent outlives its children"
     if ancestor.depth + 1 >= limits.CHAIN_DEPTH_MAX:

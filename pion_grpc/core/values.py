@@ -159,6 +159,9 @@ class MatchResult:
     served_tokens: int
     shortened_by: str = ""
     lease_id: bytes = b""
+    longest: str = ""
+    """The prefix with the most leading tokens in common, whatever parts it has."""
+    longest_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +256,8 @@ class FetchQuery:
     raw_types: frozenset[DType] = frozenset(DType)
     """Types of raw values that it takes as they are; others come as float32, which holds them all."""
     sides: frozenset[Side] = frozenset(Side)
+    counted: bool = True
+    """Whether what is handed out spares a prefill."""
 
     def __post_init__(self) -> None:
         if bool(self.namespace) == bool(self.lease_id):

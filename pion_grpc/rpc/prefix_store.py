@@ -148,6 +148,8 @@ class PrefixStoreService:
             served_tokens=result.served_tokens,
             shortened_by=result.shortened_by,
             lease_id=result.lease_id,
+            longest_namespace=result.longest,
+            longest_tokens=result.longest_tokens,
         )
 
     def Store(self, messages: Iterator[bytes], call: Call) -> pb.PrefixStoreStoreResponse:
@@ -189,6 +191,7 @@ class PrefixStoreService:
             frozenset(request.slots),
             tuple(request.part_kinds),
             codecs=_codecs(request.codecs),
+            counted=not request.uncounted,
         )
         found = self._store.fetch(call.tenant, query)
         if isinstance(found, LookupResult):
@@ -240,6 +243,7 @@ class PrefixStoreService:
             rows=RowRange(request.rows.begin, request.rows.end),
             slots=frozenset(request.slots),
             part_kinds=tuple(request.part_kinds),
+            counted=not request.uncounted,
         )
         lease_ms = request.lease_ms if request.HasField("lease_ms") else limits.LEASE_MS_DEFAULT
         export = self._store.export(call.tenant, query, lease_ms)

@@ -241,6 +241,7 @@ def test_match_is_cut_to_the_boundary_that_its_parts_have(wire: Wire) -> None:
     cut = wire.call("Match", token_ids=sample.token_ids[: 4 * 100], **ask)
     assert (cut.hit, cut.reason) == (False, types_pb2.MISS_REASON_PART_MISSING)
     assert (cut.matched_tokens, cut.shortened_by) == (100, "state")
+    assert (cut.longest_namespace, cut.longest_tokens) == ("match/parts", 100)
 
 
 def test_a_chain_is_served_as_one_prefix(wire: Wire) -> None:

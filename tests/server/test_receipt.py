@@ -78,9 +78,29 @@ def test_a_chain_of_both_kinds_is_split(wire: Wire) -> None:
     wire.store(child, prefill_ms=500.0)
     wire.fetch("receipt/child")
     receipt = counted(wire)
-    assert receipt.prefill_seconds_avoided_measured == pytest.approx(0.5)
+    # What is measured is the prefill of all its tokens, of which a third are rows of its own.
+    assert receipt.prefill_seconds_avoided_measured == pytest.approx(0.5 / 3)
     assert receipt.prefill_seconds_avoided_estimated == pytest.approx(100 * SECONDS_PER_TOKEN)
     assert (receipt.measured_hits, receipt.tokens_served) == (0, 150), "not all of it is measured"
+
+
+def test_a_prefill_is_not_counted_once_more_for_each_link_of_its_chain(wire: Wire) -> None:
+    sample = Sample("receipt/link 0", 100)
+    wire.store(sample, prefill_ms=1_000.0)
+    for link in range(1, 4):
+        sample = sample.child(f"receipt/link {link}", 100)
+        wire.store(sample, prefill_ms=1_000.0 * (link + 1))
+    wire.fetch("receipt/link 3")
+    assert counted(wire).prefill_seconds_avoided_measured == pytest.approx(4)
+
+
+def test_rows_that_are_only_compared_spare_nobody_a_prefill(wire: Wire) -> None:
+    sample = Sample("receipt/compared", 100)
+    wire.store(sample, prefill_ms=1_000.0)
+    wire.fetch("receipt/compared", uncounted=True)
+    wire.call("Export", namespace="receipt/compared", uncounted=True, lease_ms=0)
+    size = sample.row_bytes
+    assert counted(wire) == stats_pb2.Receipt(bytes_streamed=size, bytes_exported=size)
 
 
 def test_only_the_rows_that_were_asked_for_count(wire: Wire) -> None:

@@ -552,7 +552,12 @@ type PrefixStoreMatchResponse struct {
 	// The kind of part that shortened it: the first of `part_kinds` that is not at the later boundary.
 	ShortenedBy string `protobuf:"bytes,7,opt,name=shortened_by,json=shortenedBy,proto3" json:"shortened_by,omitempty"`
 	// The lease; pass it to Fetch or Export.
-	LeaseId       []byte `protobuf:"bytes,8,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
+	LeaseId []byte `protobuf:"bytes,8,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
+	// The prefix with the most leading tokens in common, whatever parts it has; with a hit or without. A
+	// Store of the prompt that extends it keeps none of these rows twice.
+	LongestNamespace string `protobuf:"bytes,9,opt,name=longest_namespace,json=longestNamespace,proto3" json:"longest_namespace,omitempty"`
+	// How many they are; matched_tokens, if that is `prefix`.
+	LongestTokens uint64 `protobuf:"varint,10,opt,name=longest_tokens,json=longestTokens,proto3" json:"longest_tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -643,6 +648,20 @@ func (x *PrefixStoreMatchResponse) GetLeaseId() []byte {
 	return nil
 }
 
+func (x *PrefixStoreMatchResponse) GetLongestNamespace() string {
+	if x != nil {
+		return x.LongestNamespace
+	}
+	return ""
+}
+
+func (x *PrefixStoreMatchResponse) GetLongestTokens() uint64 {
+	if x != nil {
+		return x.LongestTokens
+	}
+	return 0
+}
+
 // The first message of a Store.
 type PrefixStoreStoreHeader struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -657,17 +676,19 @@ type PrefixStoreStoreHeader struct {
 	// The prefix that this one extends; its first `base` rows are this one's first.
 	ParentNamespace string `protobuf:"bytes,5,opt,name=parent_namespace,json=parentNamespace,proto3" json:"parent_namespace,omitempty"`
 	// Rows taken from the parent; the first `base` token ids must agree. This Store sends rows from
-	// `base` on. A chain is at most 32 deep.
+	// `base` on: none, if it is the number of all tokens. A chain is at most 32 deep.
 	Base uint64 `protobuf:"varint,6,opt,name=base,proto3" json:"base,omitempty"`
 	// Replaces what the namespace holds, in the same transaction.
 	Replace bool `protobuf:"varint,7,opt,name=replace,proto3" json:"replace,omitempty"`
 	// What the acknowledgement shall promise.
 	Durability Durability `protobuf:"varint,8,opt,name=durability,proto3,enum=pion.v1.Durability" json:"durability,omitempty"`
-	// Measured prefill time of these tokens, 0 to 86,400,000; 0 means not measured.
+	// Measured prefill time of all these tokens, 0 to 86,400,000; 0 means not measured.
 	PrefillMs float64 `protobuf:"fixed64,9,opt,name=prefill_ms,json=prefillMs,proto3" json:"prefill_ms,omitempty"`
 	// The caller's hashes.
 	Table *BlockTable `protobuf:"bytes,10,opt,name=table,proto3" json:"table,omitempty"`
-	// Parts that follow the rows, at most 4,096; none twice by kind, slot and boundary.
+	// Parts that follow the rows, at most 4,096; none twice by kind, slot and boundary, and none that the
+	// parent has. They may be at any boundary, also before `base`: they belong to the first tokens of this
+	// prefix, whoever has the rows.
 	Parts         []*PartInfo `protobuf:"bytes,11,rep,name=parts,proto3" json:"parts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -902,7 +923,8 @@ type PrefixStoreStoreResponse struct {
 	StoredBytes uint64 `protobuf:"varint,5,opt,name=stored_bytes,json=storedBytes,proto3" json:"stored_bytes,omitempty"`
 	// What is promised; never less than what was asked.
 	Durability Durability `protobuf:"varint,6,opt,name=durability,proto3,enum=pion.v1.Durability" json:"durability,omitempty"`
-	// Rows that came from the parent in the end (a parent is skipped where its own base is as deep).
+	// Rows that came from the parent in the end. A parent is skipped where it contributes nothing: its own
+	// base is deeper, or as deep and it has no part up to there.
 	Base          uint64 `protobuf:"varint,7,opt,name=base,proto3" json:"base,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1019,8 +1041,10 @@ type PrefixStoreFetchRequest struct {
 	ResumePart uint32 `protobuf:"varint,11,opt,name=resume_part,json=resumePart,proto3" json:"resume_part,omitempty"`
 	// … and this many bytes of it.
 	ResumePartOffsetBytes uint64 `protobuf:"varint,12,opt,name=resume_part_offset_bytes,json=resumePartOffsetBytes,proto3" json:"resume_part_offset_bytes,omitempty"`
-	unknownFields         protoimpl.UnknownFields
-	sizeCache             protoimpl.SizeCache
+	// Whether the rows are only looked at, to compare them: the receipt counts bytes, no prefill spared.
+	Uncounted     bool `protobuf:"varint,13,opt,name=uncounted,proto3" json:"uncounted,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PrefixStoreFetchRequest) Reset() {
@@ -1135,6 +1159,13 @@ func (x *PrefixStoreFetchRequest) GetResumePartOffsetBytes() uint64 {
 		return x.ResumePartOffsetBytes
 	}
 	return 0
+}
+
+func (x *PrefixStoreFetchRequest) GetUncounted() bool {
+	if x != nil {
+		return x.Uncounted
+	}
+	return false
 }
 
 // The first message of a Fetch.
@@ -1380,7 +1411,9 @@ type PrefixStoreExportRequest struct {
 	PartKinds []string `protobuf:"bytes,6,rep,name=part_kinds,json=partKinds,proto3" json:"part_kinds,omitempty"`
 	// Whether only `directory` and `host_token` are wanted, to find out whether this client can read
 	// them: nothing is looked up, leased or counted.
-	Probe         bool `protobuf:"varint,7,opt,name=probe,proto3" json:"probe,omitempty"`
+	Probe bool `protobuf:"varint,7,opt,name=probe,proto3" json:"probe,omitempty"`
+	// As in a Fetch.
+	Uncounted     bool `protobuf:"varint,8,opt,name=uncounted,proto3" json:"uncounted,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1460,6 +1493,13 @@ func (x *PrefixStoreExportRequest) GetPartKinds() []string {
 func (x *PrefixStoreExportRequest) GetProbe() bool {
 	if x != nil {
 		return x.Probe
+	}
+	return false
+}
+
+func (x *PrefixStoreExportRequest) GetUncounted() bool {
+	if x != nil {
+		return x.Uncounted
 	}
 	return false
 }
@@ -3272,7 +3312,7 @@ func (x *PrefixStoreLookupResponse_Result) GetLeaseId() []byte {
 	return nil
 }
 
-// Rows of one segment that belong to the answer.
+// Rows of one segment that belong to the answer; none, if only parts in it do.
 type PrefixStoreExportResponse_Extent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Relative to `directory`; a safetensors file whose tensors are `k.<slot>` and `v.<slot>` of
@@ -3620,7 +3660,7 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\blease_ms\x18\x05 \x01(\rH\x00R\aleaseMs\x88\x01\x01\x12\x1d\n" +
 	"\n" +
 	"part_kinds\x18\x06 \x03(\tR\tpartKindsB\v\n" +
-	"\t_lease_ms\"\xbb\x02\n" +
+	"\t_lease_ms\"\x8f\x03\n" +
 	"\x18PrefixStoreMatchResponse\x12\x10\n" +
 	"\x03hit\x18\x01 \x01(\bR\x03hit\x12+\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x13.pion.v1.MissReasonR\x06reason\x12+\n" +
@@ -3629,7 +3669,10 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\x0ematched_tokens\x18\x05 \x01(\x04R\rmatchedTokens\x12#\n" +
 	"\rserved_tokens\x18\x06 \x01(\x04R\fservedTokens\x12!\n" +
 	"\fshortened_by\x18\a \x01(\tR\vshortenedBy\x12\x19\n" +
-	"\blease_id\x18\b \x01(\fR\aleaseId\"\x98\x03\n" +
+	"\blease_id\x18\b \x01(\fR\aleaseId\x12+\n" +
+	"\x11longest_namespace\x18\t \x01(\tR\x10longestNamespace\x12%\n" +
+	"\x0elongest_tokens\x18\n" +
+	" \x01(\x04R\rlongestTokens\"\x98\x03\n" +
 	"\x16PrefixStoreStoreHeader\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x19\n" +
 	"\bmodel_id\x18\x02 \x01(\tR\amodelId\x12\x1b\n" +
@@ -3663,7 +3706,7 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\n" +
 	"durability\x18\x06 \x01(\x0e2\x13.pion.v1.DurabilityR\n" +
 	"durability\x12\x12\n" +
-	"\x04base\x18\a \x01(\x04R\x04base\"\xbd\x03\n" +
+	"\x04base\x18\a \x01(\x04R\x04base\"\xdb\x03\n" +
 	"\x17PrefixStoreFetchRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x19\n" +
 	"\blease_id\x18\x02 \x01(\fR\aleaseId\x12\x1e\n" +
@@ -3682,7 +3725,8 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	" \x01(\rR\x10resumeArrayIndex\x12\x1f\n" +
 	"\vresume_part\x18\v \x01(\rR\n" +
 	"resumePart\x127\n" +
-	"\x18resume_part_offset_bytes\x18\f \x01(\x04R\x15resumePartOffsetBytes\"\xe2\x02\n" +
+	"\x18resume_part_offset_bytes\x18\f \x01(\x04R\x15resumePartOffsetBytes\x12\x1c\n" +
+	"\tuncounted\x18\r \x01(\bR\tuncounted\"\xe2\x02\n" +
 	"\x16PrefixStoreFetchHeader\x12\x14\n" +
 	"\x05found\x18\x01 \x01(\bR\x05found\x12+\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x13.pion.v1.MissReasonR\x06reason\x12+\n" +
@@ -3698,7 +3742,7 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\x06header\x18\x01 \x01(\v2\x1f.pion.v1.PrefixStoreFetchHeaderH\x00R\x06header\x12'\n" +
 	"\x04rows\x18\x02 \x01(\v2\x11.pion.v1.RowChunkH\x00R\x04rows\x12(\n" +
 	"\x04part\x18\x03 \x01(\v2\x12.pion.v1.PartChunkH\x00R\x04partB\t\n" +
-	"\amessage\"\xf2\x01\n" +
+	"\amessage\"\x90\x02\n" +
 	"\x18PrefixStoreExportRequest\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x19\n" +
 	"\blease_id\x18\x02 \x01(\fR\aleaseId\x12%\n" +
@@ -3707,7 +3751,8 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\x05slots\x18\x05 \x03(\rR\x05slots\x12\x1d\n" +
 	"\n" +
 	"part_kinds\x18\x06 \x03(\tR\tpartKinds\x12\x14\n" +
-	"\x05probe\x18\a \x01(\bR\x05probeB\v\n" +
+	"\x05probe\x18\a \x01(\bR\x05probe\x12\x1c\n" +
+	"\tuncounted\x18\b \x01(\bR\tuncountedB\v\n" +
 	"\t_lease_ms\"\xef\x04\n" +
 	"\x19PrefixStoreExportResponse\x12\x1c\n" +
 	"\tdirectory\x18\x01 \x01(\tR\tdirectory\x12\x1d\n" +

@@ -163,12 +163,14 @@ class Client(AttendMixin):
                 raw, such as {(3, "v"): "int8"}. All but "raw" lose something. An `Encoded` says its own.
             parent: a stored prefix whose first `base` rows are this one's; `layers` then hold the
                 rows from `base` on.
-            base: how many.
+            base: how many; if it is all of them there are no rows to send, only parts. In a mesh at
+                least 64: what has fewer in common may be on another node than its parent.
             replace: put it in the place of what the name holds.
             durability: what the acknowledgement shall promise.
-            prefill_ms: the measured time that computing the rows took; 0: not measured.
+            prefill_ms: the measured time that computing its rows took, the parent's included; 0: not
+                measured.
             table: a router's own hashes.
-            parts: opaque pieces that belong to it.
+            parts: opaque pieces that belong to it, at any of its boundaries.
             progress: called with (bytes sent, bytes in all), on another thread. If it raises, the
                 store is abandoned and the exception is raised here.
             timeout_s: for everything; by default an hour. If given, a server that restarts meanwhile

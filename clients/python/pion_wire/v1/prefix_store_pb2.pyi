@@ -381,6 +381,8 @@ class PrefixStoreMatchResponse(_message.Message):
     SERVED_TOKENS_FIELD_NUMBER: _builtins.int
     SHORTENED_BY_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    LONGEST_NAMESPACE_FIELD_NUMBER: _builtins.int
+    LONGEST_TOKENS_FIELD_NUMBER: _builtins.int
     hit: _builtins.bool
     """Whether there is one."""
     reason: _types_pb2.MissReason.ValueType
@@ -395,6 +397,12 @@ class PrefixStoreMatchResponse(_message.Message):
     """The kind of part that shortened it: the first of `part_kinds` that is not at the later boundary."""
     lease_id: _builtins.bytes
     """The lease; pass it to Fetch or Export."""
+    longest_namespace: _builtins.str
+    """The prefix with the most leading tokens in common, whatever parts it has; with a hit or without. A
+    Store of the prompt that extends it keeps none of these rows twice.
+    """
+    longest_tokens: _builtins.int
+    """How many they are; matched_tokens, if that is `prefix`."""
     @_builtins.property
     def prefix(self) -> Global___PrefixInfo:
         """The prefix to fetch; with a miss the nearest stored one, if any."""
@@ -410,10 +418,12 @@ class PrefixStoreMatchResponse(_message.Message):
         served_tokens: _builtins.int = ...,
         shortened_by: _builtins.str = ...,
         lease_id: _builtins.bytes = ...,
+        longest_namespace: _builtins.str = ...,
+        longest_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit", b"hit", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "prefix", b"prefix", "reason", b"reason", "requested_tokens", b"requested_tokens", "served_tokens", b"served_tokens", "shortened_by", b"shortened_by"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit", b"hit", "lease_id", b"lease_id", "longest_namespace", b"longest_namespace", "longest_tokens", b"longest_tokens", "matched_tokens", b"matched_tokens", "prefix", b"prefix", "reason", b"reason", "requested_tokens", b"requested_tokens", "served_tokens", b"served_tokens", "shortened_by", b"shortened_by"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,14 +456,14 @@ class PrefixStoreStoreHeader(_message.Message):
     """The prefix that this one extends; its first `base` rows are this one's first."""
     base: _builtins.int
     """Rows taken from the parent; the first `base` token ids must agree. This Store sends rows from
-    `base` on. A chain is at most 32 deep.
+    `base` on: none, if it is the number of all tokens. A chain is at most 32 deep.
     """
     replace: _builtins.bool
     """Replaces what the namespace holds, in the same transaction."""
     durability: _types_pb2.Durability.ValueType
     """What the acknowledgement shall promise."""
     prefill_ms: _builtins.float
-    """Measured prefill time of these tokens, 0 to 86,400,000; 0 means not measured."""
+    """Measured prefill time of all these tokens, 0 to 86,400,000; 0 means not measured."""
     @_builtins.property
     def layout(self) -> _types_pb2.Layout:
         """The tensors. Required unless there are parts only."""
@@ -464,7 +474,10 @@ class PrefixStoreStoreHeader(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PartInfo]:
-        """Parts that follow the rows, at most 4,096; none twice by kind, slot and boundary."""
+        """Parts that follow the rows, at most 4,096; none twice by kind, slot and boundary, and none that the
+        parent has. They may be at any boundary, also before `base`: they belong to the first tokens of this
+        prefix, whoever has the rows.
+        """
 
     def __init__(
         self,
@@ -557,7 +570,9 @@ class PrefixStoreStoreResponse(_message.Message):
     durability: _types_pb2.Durability.ValueType
     """What is promised; never less than what was asked."""
     base: _builtins.int
-    """Rows that came from the parent in the end (a parent is skipped where its own base is as deep)."""
+    """Rows that came from the parent in the end. A parent is skipped where it contributes nothing: its own
+    base is deeper, or as deep and it has no part up to there.
+    """
     def __init__(
         self,
         *,
@@ -595,6 +610,7 @@ class PrefixStoreFetchRequest(_message.Message):
     RESUME_ARRAY_INDEX_FIELD_NUMBER: _builtins.int
     RESUME_PART_FIELD_NUMBER: _builtins.int
     RESUME_PART_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    UNCOUNTED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """The prefix."""
     lease_id: _builtins.bytes
@@ -611,6 +627,8 @@ class PrefixStoreFetchRequest(_message.Message):
     """To resume in the parts: skip rows and all parts before this one (counted from 1; 0 means no) …"""
     resume_part_offset_bytes: _builtins.int
     """… and this many bytes of it."""
+    uncounted: _builtins.bool
+    """Whether the rows are only looked at, to compare them: the receipt counts bytes, no prefill spared."""
     @_builtins.property
     def rows(self) -> _types_pb2.RowRange:
         """Which rows; absent means all, or with `part_kinds` those up to the boundary that has the parts.
@@ -650,10 +668,11 @@ class PrefixStoreFetchRequest(_message.Message):
         resume_array_index: _builtins.int = ...,
         resume_part: _builtins.int = ...,
         resume_part_offset_bytes: _builtins.int = ...,
+        uncounted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "generation", b"generation", "lease_id", b"lease_id", "namespace", b"namespace", "part_kinds", b"part_kinds", "resume_array_index", b"resume_array_index", "resume_part", b"resume_part", "resume_part_offset_bytes", b"resume_part_offset_bytes", "resume_row", b"resume_row", "resume_tensor_index", b"resume_tensor_index", "rows", b"rows", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "generation", b"generation", "lease_id", b"lease_id", "namespace", b"namespace", "part_kinds", b"part_kinds", "resume_array_index", b"resume_array_index", "resume_part", b"resume_part", "resume_part_offset_bytes", b"resume_part_offset_bytes", "resume_row", b"resume_row", "resume_tensor_index", b"resume_tensor_index", "rows", b"rows", "slots", b"slots", "uncounted", b"uncounted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -776,6 +795,7 @@ class PrefixStoreExportRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     PART_KINDS_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    UNCOUNTED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """The prefix."""
     lease_id: _builtins.bytes
@@ -788,6 +808,8 @@ class PrefixStoreExportRequest(_message.Message):
     """Whether only `directory` and `host_token` are wanted, to find out whether this client can read
     them: nothing is looked up, leased or counted.
     """
+    uncounted: _builtins.bool
+    """As in a Fetch."""
     @_builtins.property
     def rows(self) -> _types_pb2.RowRange:
         """Which rows; as in a Fetch."""
@@ -812,10 +834,11 @@ class PrefixStoreExportRequest(_message.Message):
         slots: _abc.Iterable[_builtins.int] | None = ...,
         part_kinds: _abc.Iterable[_builtins.str] | None = ...,
         probe: _builtins.bool = ...,
+        uncounted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_ms", b"lease_ms", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "namespace", b"namespace", "part_kinds", b"part_kinds", "probe", b"probe", "rows", b"rows", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "namespace", b"namespace", "part_kinds", b"part_kinds", "probe", b"probe", "rows", b"rows", "slots", b"slots", "uncounted", b"uncounted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
@@ -833,7 +856,7 @@ class PrefixStoreExportResponse(_message.Message):
 
     @_typing.final
     class Extent(_message.Message):
-        """Rows of one segment that belong to the answer."""
+        """Rows of one segment that belong to the answer; none, if only parts in it do."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
