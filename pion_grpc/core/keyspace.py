@@ -14,7 +14,7 @@ import math
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from decimal import Decimal
 from typing import Any, NamedTuple, TypeAlias
@@ -252,10 +252,11 @@ class Keys:
         key = self._of_kind(name, Kind.HASH)
         return self._table.fields(key.id) if key else []
 
-    def field_values(self, name: bytes, fields: Iterable[bytes]) -> list[bytes | None]:
-        """Returns the values of fields, None for those that are not there."""
+    def field_values(self, name: bytes, fields: Iterable[bytes]) -> Iterator[bytes | None]:
+        """Yields the values of fields, None for those that are not there."""
         key = self._of_kind(name, Kind.HASH)
-        return [self._table.field(key.id, field) if key else None for field in fields]
+        for field in fields:
+            yield self._table.field(key.id, field) if key else None
 
     def set_fields(self, name: bytes, pairs: Iterable[tuple[bytes, bytes]]) -> int:
         """Sets fields of a hash; returns how many are new."""

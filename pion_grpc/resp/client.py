@@ -35,6 +35,8 @@ class Client:
     """Whether the peer is this host: the only one that a path means something to."""
     close: Callable[[], None]
     """Ends the connection, once what was replied has been sent."""
+    abort: Callable[[], None]
+    """Ends it at once: there are peers that never take what was replied."""
     tenant: str = ""
     authenticated: bool = False
     version: Version = 2

@@ -133,6 +133,8 @@ class Options:
     """Whether clients on this host get files of their own."""
     logged: bool = True
     """Whether COMMIT promises anything."""
+    reply_bytes_max: int = 1 << 30
+    """Of values that one reply has in memory: a request of a few bytes can ask for any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,8 @@ class Call:
     """What EXEC executes."""
     inside: bool = False
     """Whether EXEC executes it: then only its transaction sees what was written before."""
+    held_bytes: int = 0
+    """Of values that the reply has in memory so far."""
 
     @property
     def tenant(self) -> str:
@@ -192,6 +196,13 @@ class Call:
     def value(self, index: int) -> bytes | WrittenBlob:
         """Returns an argument as the value of a key: bytes, or a file that has them."""
         return self.large.get(index) or self.raw(index)
+
+    def hold(self, size: int) -> None:
+        """Counts bytes of values that the reply will have in memory, or refuses to answer."""
+        self.held_bytes += size
+        most = self.services.options.reply_bytes_max
+        if self.held_bytes > most:
+            raise ReplyError(f"OOM the reply would exceed {most} bytes: ask for less at once")
 
     @property
     def count(self) -> int:
@@ -240,6 +251,8 @@ class Command:
     large_values: tuple[int, int] = (0, 0)
     """First argument, after the name, that may be a large value, and the step to the next; 0: it is
     the only one."""
+    reads_back: "Callable[[Call], bool]" = lambda _call: False
+    """Whether it answers with what a key held, be it large: then nothing is executed along with it."""
     grows: bool = False
     """Whether it makes the keyspace larger: refused when there is no room."""
     for_tenants: bool = False

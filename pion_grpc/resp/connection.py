@@ -253,9 +253,11 @@ class Connection(asyncio.BufferedProtocol):
                 if self._dispatcher.before(self.client, request, command) is not None:
                     break  # it is refused when its turn comes, and not before
             call = self._dispatcher.call(self.client, request)
-            by_itself = first.uses is Uses.WRITES and _has_large_values(call)
+            by_itself = call.command.reads_back(call) or (
+                first.uses is Uses.WRITES and _has_large_values(call)
+            )
             if by_itself and calls:
-                break  # its room is asked for when those before it have been done
+                break  # the room for what it brings or takes is asked for after those before it
             size += sum(map(len, request))
             self._take()
             calls.append(call)
@@ -268,13 +270,29 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting_bytes -= sum(map(len, request))
         return request
 
+    def _take_back(self, call: Call) -> None:
+        request: Request = [call.command.name.encode(), *call.arguments]
+        self._waiting.appendleft(request)
+        self._waiting_bytes += sum(map(len, request))
+
     # -- on worker threads
 
     def _work(self, calls: Sequence[Call], version: Version) -> None:
-        self._deliver([_encoded(self._dispatcher.answer(call), version) for call in calls])
+        self._answer_with(self._dispatcher.answer, calls, version)
 
     def _work_reading(self, calls: Sequence[Call], version: Version) -> None:
-        self._deliver([_encoded(self._read_keys(call), version) for call in calls])
+        self._answer_with(self._read_keys, calls, version)
+
+    def _answer_with(
+        self, answer: Callable[[Call], Answer], calls: Sequence[Call], version: Version
+    ) -> None:
+        """Delivers the answers; those behind what is as much as may be in memory wait again."""
+        replies: list[list[Buffer] | Streamed] = []
+        size = 0
+        while len(replies) < len(calls) and size < REPLY_BYTES_MAX:
+            replies.append(_encoded(answer(calls[len(replies)]), version))
+            size += _bytes_of(replies[-1])
+        self._deliver(replies, calls[len(replies) :])
 
     def _write_large_values(self, calls: Sequence[Call], version: Version) -> None:
         """Puts large values into files of their own, before the keyspace is locked for writing."""
@@ -308,9 +326,9 @@ class Connection(asyncio.BufferedProtocol):
     def _abandon_unpublished(self, written: Sequence[WrittenBlob]) -> None:
         self._dispatcher.services.keyspace.blobs.abandon_unpublished(written)
 
-    def _deliver(self, replies: list[list[Buffer] | Streamed]) -> None:
+    def _deliver(self, replies: list[list[Buffer] | Streamed], left: Sequence[Call] = ()) -> None:
         try:
-            self._engine.loop.call_soon_threadsafe(self._delivered, replies)
+            self._engine.loop.call_soon_threadsafe(self._delivered, replies, left)
         except RuntimeError:  # the loop is closed: the server has stopped
             for reply in replies:
                 if isinstance(reply, Streamed):
@@ -318,10 +336,13 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- replying
 
-    def _delivered(self, replies: list[list[Buffer] | Streamed]) -> None:
+    def _delivered(self, replies: list[list[Buffer] | Streamed], left: Sequence[Call]) -> None:
         self._busy = False
         for reply in replies:
             self._queue(reply)
+        if not (self._lost or self.client.ending):
+            for call in reversed(left):
+                self._take_back(call)
         self.go_on()
 
     def _reply(self, answer: Answer) -> None:
@@ -334,8 +355,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if isinstance(reply, Streamed):
             self._streamed += 1
-        else:
-            self._output_bytes += sum(map(len, reply))
+        self._output_bytes += _bytes_of(reply)
         self._output.append(reply)
 
     def _is_silent(self) -> bool:
@@ -480,6 +500,7 @@ class Connection(asyncio.BufferedProtocol):
             local=_address(local),
             is_local=unix or (isinstance(peer, tuple) and peer[0] in _LOCAL_ADDRESSES),
             close=self.finish,
+            abort=self.abort,
         )
 
 
@@ -517,6 +538,11 @@ def _write_large(call: Call, written: list[WrittenBlob]) -> None:
         if len(value) > INLINE_BYTES_MAX:
             written.append(blobs.write(call.tenant, value))
             call.large[place] = written[-1]
+
+
+def _bytes_of(reply: list[Buffer] | Streamed) -> int:
+    """What a reply has in memory."""
+    return 0 if isinstance(reply, Streamed) else sum(map(len, reply))
 
 
 def _encoded(answer: Answer, version: Version) -> list[Buffer] | Streamed:

@@ -21,7 +21,7 @@ from pion_grpc.resp.command import (
 )
 from pion_grpc.resp.errors import refusal
 from pion_grpc.resp.protocol import Request
-from pion_grpc.resp.reply import NIL_ARRAY, Error, Reply, Simple
+from pion_grpc.resp.reply import NIL_ARRAY, Error, Reply, Simple, value_bytes
 
 QUEUED = Simple("QUEUED")
 QUEUED_COMMANDS_MAX = 10_000
@@ -87,9 +87,9 @@ class Dispatcher:
             inner = self.call(call.client, request)
             inner.keys, inner.inside = keys, True
             answer = self._answer_alone(inner)
-            replies.append(
-                answer.joined() if isinstance(answer, StreamedValue) else cast(Reply, answer)
-            )
+            reply = answer.joined() if isinstance(answer, StreamedValue) else cast(Reply, answer)
+            call.hold(value_bytes(reply))  # what raises here undoes all of it
+            replies.append(reply)
         return replies
 
     def _answer_alone(self, call: Call) -> Answer:

@@ -134,6 +134,17 @@ def byte_view(payload: Buffer) -> Buffer:
     return payload.cast("B") if payload.nbytes else b""  # a view of nothing cannot be cast
 
 
+def value_bytes(reply: Reply) -> int:
+    """The bytes of the values in a reply, which are what it has in memory."""
+    if isinstance(reply, bytes | str | memoryview):
+        return len(reply)
+    if isinstance(reply, Mapping):
+        return sum(len(key) + value_bytes(value) for key, value in reply.items())
+    if isinstance(reply, Sequence | AbstractSet):
+        return sum(map(value_bytes, reply))
+    return 0
+
+
 def array_header(count: int) -> bytes:
     """What precedes `count` replies that together are one array."""
     return b"*%d\r\n" % count

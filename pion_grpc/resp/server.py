@@ -59,6 +59,8 @@ class RespSettings:
     """Sides that may be declared, the least recently used going first; 0: no limit."""
     namespace_prefix: str = ""
     request_bytes_max: int = 1 << 30
+    reply_bytes_max: int = 1 << 30
+    """Of values that a reply has in memory; single ones and rows are streamed and not bounded by it."""
     memory_max: int = 0
     """What clients are told that this server may use."""
     export: bool = True
@@ -115,7 +117,11 @@ class RespServer:
             Clients(shared=not self._owns_address),
             Facts(__version__, BUILD, port_of(self._sockets.resp), settings.worker),
             Options(
-                settings.namespace_prefix, settings.memory_max, settings.export, settings.logged
+                settings.namespace_prefix,
+                settings.memory_max,
+                settings.export,
+                settings.logged,
+                settings.reply_bytes_max,
             ),
             pause=self._pause,
             is_paused=lambda: self._loop.time() < self._paused_until,

@@ -212,6 +212,15 @@ def test_client_list_shows_who_is_there_and_kill_ends_them(resp: Resp) -> None:
     assert other("CLIENT", "KILL", "ID", number) == 0
 
 
+def test_who_never_reads_is_killed_all_the_same(resp: Resp) -> None:
+    one, other = resp.connect(), resp.connect()
+    number = one("CLIENT", "ID")
+    other("SET", "unread", BIG)
+    one.socket.sendall(encoded("GET", "unread") * 100)
+    assert other("CLIENT", "KILL", "ID", number) == 1
+    assert f"id={number} " not in other("CLIENT", "LIST").decode()
+
+
 def test_a_pause_holds_everybody_and_ends(resp: Resp) -> None:
     wire, other = resp.connect(), resp.connect()
     for _ in range(100):  # now and then a timer comes early
@@ -234,6 +243,28 @@ def test_replies_can_be_switched_off(wire: Wire) -> None:
     wire.send("CLIENT", "REPLY", "SKIP")
     wire.send("INCR", "silent")
     assert wire("GET", "silent") == b"2"
+
+
+def test_setting_what_cannot_be_set_is_never_acknowledged(wire: Wire) -> None:
+    known = wire("CONFIG", "GET", "*")
+    assert wire("CONFIG", "SET", *known) == "OK", "nothing changes by it"
+    assert wire("CONFIG", "SET", "Save", "", "maxmemory-policy", "NoEviction") == "OK"
+    for name, value in (
+        ("maxmemory", "1"),
+        ("maxmemory-policy", "allkeys-lru"),
+        ("appendonly", "yes"),
+        ("save", "60 1"),
+        ("port", "1"),
+    ):
+        refused = wire("CONFIG", "SET", "save", "", name, value)
+        assert refused.text.startswith(
+            f"ERR CONFIG SET failed (possibly related to argument '{name}'"
+        )
+    assert wire("CONFIG", "SET", "nosuch", "1") == Refused(
+        "ERR Unknown option or number of arguments for CONFIG SET - 'nosuch'"
+    )
+    assert wire("CONFIG", "SET", "save").text.startswith("ERR wrong number of arguments")
+    assert wire("CONFIG", "GET", "*") == known
 
 
 def test_select_knows_one_database(wire: Wire) -> None:

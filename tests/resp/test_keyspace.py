@@ -396,6 +396,33 @@ def test_the_keys_of_a_full_server_are_refused_and_reads_go_on(
     assert wire("SET", "again", value) == "OK"
 
 
+def test_no_reply_has_more_in_memory_than_is_allowed(start_resp: Callable[..., Resp]) -> None:
+    wire = start_resp(reply_bytes_max=1 << 20).connect()
+    small = EVERY_BYTE * 128
+    wire("MSET", "large", LARGE, "small", small)
+    wire("HSET", "h", "f", small)
+    too_much = Refused("OOM the reply would exceed 1048576 bytes: ask for less at once")
+    assert wire("MGET", *["large"] * 4) == [LARGE] * 4
+    assert wire("MGET", *["large"] * 5) == too_much
+    assert wire("MGET", *["small"] * 33) == too_much
+    assert wire("HMGET", "h", *["f"] * 33) == too_much
+    wire("MULTI")
+    wire("SET", "small", "undone")
+    for _ in range(5):
+        wire("GET", "large")
+    assert wire("EXEC") == too_much
+    assert wire("GET", "small") == small
+    assert wire("GET", "large") == LARGE
+
+
+def test_what_many_large_replies_leave_undone_is_done_in_order(wire: Wire) -> None:
+    value = EVERY_BYTE * (64 << 10)  # 16 MiB
+    wire("SET", "k", value)
+    asked = [word for i in range(12) for word in (("MGET", "k"), ("MGET", f"none{i}", "k"))]
+    answers = wire.pipeline(*asked, ("GETEX", "k"), ("GETEX", "k"), ("APPEND", "k", "!"))
+    assert answers == [[value], [None, value]] * 12 + [value, value, len(value) + 1]
+
+
 def test_what_was_acknowledged_is_there_after_a_restart(start_resp: Callable[..., Resp]) -> None:
     resp = start_resp()
     wire = resp.connect()

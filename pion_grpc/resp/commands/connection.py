@@ -122,7 +122,9 @@ def command(call: Call) -> Answer:
         return [_entry(known[name]) if name in known else None for name in asked]
     if word in ("", "INFO"):
         return [_entry(entry) for entry in table]
-    raise ReplyError(f"ERR unknown subcommand '{call.text(0)}'. Try COMMAND HELP.")
+    raise ReplyError(
+        f"ERR unknown subcommand '{call.text(0)}': COMMAND knows COUNT, DOCS, INFO and LIST"
+    )
 
 
 def server_time(call: Call) -> Answer:
@@ -268,7 +270,7 @@ def _client_help(call: Call) -> Answer:
 def _kill(call: Call, wanted: Callable[[Client], bool]) -> int:
     victims = [one for one in call.services.clients if wanted(one) and may_see(call, one)]
     for victim in victims:
-        victim.close()
+        (victim.close if victim is call.client else victim.abort)()
     return len(victims)
 
 

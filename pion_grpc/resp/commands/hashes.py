@@ -38,8 +38,12 @@ def get_many(call: Call) -> Answer:
     """`HMGET key field [field …]`."""
     if call.on_loop and call.count > QUICK_FIELDS_MAX:
         raise Elsewhere
-    fields = [call.raw(index) for index in range(1, call.count)]
-    return list(call.keyspace.field_values(call.raw(0), fields))
+    fields = (call.raw(index) for index in range(1, call.count))
+    values: list[Reply] = []
+    for value in call.keyspace.field_values(call.raw(0), fields):
+        call.hold(len(value or b""))
+        values.append(value)
+    return values
 
 
 def get_all(call: Call) -> Answer:

@@ -20,6 +20,15 @@ from pion_grpc.resp.commands.prefixes import attention, lines
 from pion_grpc.resp.reply import OK, Reply, ReplyError, Simple, Verbatim
 
 _SECOND_US = 1_000_000
+_NOT_WHILE_IT_RUNS = {
+    "maxmemory": "it is the budget on disk, which all workers and the files that are there keep to: "
+    "start the server with another (--disk-budget, or --maxmemory of pion-server)",
+    "maxmemory-policy": "keys are never evicted: without room a write is refused",
+    "appendonly": "everything acknowledged survives a kill of the server; SAVE or KV.PREFIX.COMMIT "
+    "bring it to stable storage",
+    "save": "everything acknowledged survives a kill of the server, without snapshots",
+}
+"""Why a parameter stays as it is, for those that clients like to set."""
 
 
 def pion_stats(call: Call) -> Answer:
@@ -49,32 +58,55 @@ def info(call: Call) -> Answer:
 
 
 def config(call: Call) -> Answer:
-    """`CONFIG GET pattern …`; nothing can be set while the server runs."""
+    """`CONFIG GET pattern …`, `CONFIG SET name value …`, `CONFIG RESETSTAT`.
+
+    Nothing can be changed while the server runs; setting what is so already is no change.
+    """
     word = call.word(0)
     if word == "GET" and call.count >= 2:
-        known: dict[str, Reply] = {
-            "maxmemory": str(call.services.options.memory_max),
-            "maxmemory-policy": "noeviction",
-            "appendonly": "no",
-            "save": "",
-            "port": str(call.services.facts.port),
-            "timeout": "0",
-        }
         patterns = [call.raw(index).lower() for index in range(1, call.count)]
         return {
             name: value
-            for name, value in known.items()
+            for name, value in _configuration(call).items()
             if any(matches(pattern, name.encode()) for pattern in patterns)
         }
+    if word == "SET" and call.count >= 3 and call.count % 2:
+        return _set_config(call)
     if word == "RESETSTAT":
         call.services.store.ledger.reset()
         return OK
-    if word == "SET" and call.count >= 3:
-        raise ReplyError(
-            f"ERR CONFIG SET failed (possibly related to argument '{call.text(1)}') - can't set "
-            "config while the server runs: use its command line"
-        )
-    raise ReplyError(f"ERR unknown subcommand '{call.text(0)}'. Try CONFIG HELP.")
+    if word in ("GET", "SET"):
+        raise ReplyError(f"ERR wrong number of arguments for 'config|{word.lower()}' command")
+    raise ReplyError(
+        f"ERR unknown subcommand '{call.text(0)}': CONFIG knows GET, SET and RESETSTAT"
+    )
+
+
+def _configuration(call: Call) -> dict[str, Reply]:
+    return {
+        "maxmemory": str(call.services.options.memory_max),
+        "maxmemory-policy": "noeviction",
+        "appendonly": "no",
+        "save": "",
+        "port": str(call.services.facts.port),
+        "timeout": "0",
+    }
+
+
+def _set_config(call: Call) -> Answer:
+    known = _configuration(call)
+    for at in range(1, call.count, 2):
+        name = call.text(at).lower()
+        if name not in known:
+            raise ReplyError(
+                f"ERR Unknown option or number of arguments for CONFIG SET - '{call.text(at)}'"
+            )
+        if call.text(at + 1).lower() != known[name]:
+            raise ReplyError(
+                f"ERR CONFIG SET failed (possibly related to argument '{call.text(at)}') - "
+                + _NOT_WHILE_IT_RUNS.get(name, "can't change while the server runs")
+            )
+    return OK
 
 
 def save(call: Call) -> Answer:

@@ -106,10 +106,11 @@ def get_many(call: Call) -> Answer:
     if call.on_loop and call.count > QUICK_KEYS_MAX:
         raise Elsewhere
     space = call.keyspace
-    return [
-        _small(call, space.get(name)) if space.is_string(name) else None
-        for name in map(bytes, call.arguments)
-    ]
+    values: list[Value | None] = []
+    for name in map(bytes, call.arguments):
+        values.append(space.get(name) if space.is_string(name) else None)
+        call.hold(_size(values[-1]))
+    return [_read(call, value) for value in values]
 
 
 def set_many(call: Call) -> Answer:
@@ -180,7 +181,7 @@ def _reply(call: Call, value: Value | None) -> Answer:
     if call.on_loop:
         raise Elsewhere
     if call.inside:
-        return call.keyspace.read(value)
+        return _small(call, value)
     try:
         reading = call.services.keyspace.open(value)
     except FileNotFoundError:
@@ -192,11 +193,25 @@ def _reply(call: Call, value: Value | None) -> Answer:
 
 def _small(call: Call, value: Value | None) -> Reply:
     """The value as a part of another reply, in memory."""
+    call.hold(_size(value))
+    return _read(call, value)
+
+
+def _read(call: Call, value: Value | None) -> Reply:
     if not isinstance(value, LargeValue):
         return value
     if call.on_loop:
         raise Elsewhere
     return call.keyspace.read(value)
+
+
+def _size(value: Value | None) -> int:
+    return value.size if isinstance(value, LargeValue) else len(value or b"")
+
+
+def _reads_back(call: Call) -> bool:
+    """Whether a command answers with what was there before: of `SET`, its option says so."""
+    return call.command.name != "SET" or any(call.word(at) == "GET" for at in range(2, call.count))
 
 
 def _pairs(call: Call) -> None:
@@ -230,6 +245,7 @@ COMMANDS = (
         uses=_WRITES,
         keys=_ONE,
         large_values=_SECOND,
+        reads_back=_reads_back,
         grows=True,
         for_tenants=True,
     ),
@@ -270,11 +286,14 @@ COMMANDS = (
         uses=_WRITES,
         keys=_ONE,
         large_values=_SECOND,
+        reads_back=_reads_back,
         grows=True,
         for_tenants=True,
     ),
-    Command("GETDEL", 2, get_delete, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("GETEX", -2, get_with_time, uses=_WRITES, keys=_ONE, for_tenants=True),
+    *(
+        Command(name, arity, run, uses=_WRITES, keys=_ONE, reads_back=_reads_back, for_tenants=True)
+        for name, arity, run in (("GETDEL", 2, get_delete), ("GETEX", -2, get_with_time))
+    ),
     Command("MGET", -2, get_many, Where.QUICK, Uses.READS, keys=_ALL, for_tenants=True),
     Command(
         "MSET",
