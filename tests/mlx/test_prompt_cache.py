@@ -356,22 +356,24 @@ def test_a_short_rest_is_not_dropped_in_silence(client, prompt_cache):
     assert stored(client) == before
 
 
-def test_a_short_beginning_does_not_become_everybodys_parent(client, prompt_cache, model):
-    start = tokens(31)
+@pytest.mark.parametrize("count", [31, 63])
+def test_a_short_beginning_does_not_become_everybodys_parent(client, prompt_cache, model, count):
+    """Nor what shares not even a block: in a mesh it may be on another node."""
+    start = tokens(count)
     prompt_cache.get_or_prefill([*start, *tokens(50, seed=1)])
     prompt_cache.flush(WAIT_S)
     ids = [*start, *tokens(50, seed=2)]
     cache = prompt_cache.get_or_prefill(ids)
     prompt_cache.flush(WAIT_S)
     stats = prompt_cache.stats()
-    assert (stats["tokens_served"], stats["stored_whole"]) == (31, {"base_short": 1})
+    assert (stats["tokens_served"], stats["stored_whole"]) == (count, {"base_short": 1})
     assert client.match(model=model_id(model), token_ids=ids).prefix.base == 0
     assert_same_bits(prompt_cache.get_or_prefill(ids), cache)
 
 
 def test_a_conversation_longer_than_a_chain_is_still_kept(client, prompt_cache, model):
-    ids = tokens(32 * 35)
-    for turn in range(1, 36):
+    ids = tokens(32 * 36)
+    for turn in range(2, 37):
         cache = prompt_cache.get_or_prefill(ids[: 32 * turn])
         prompt_cache.flush(WAIT_S)
     stats = prompt_cache.stats()

@@ -117,6 +117,8 @@ def match(message: pb.PrefixStoreMatchResponse) -> Match:
         prefix=prefix_info(message.prefix) if message.HasField("prefix") else None,
         lease_id=message.lease_id,
         shortened_by=message.shortened_by,
+        longest_namespace=message.longest_namespace,
+        longest_tokens=message.longest_tokens,
     )
 
 

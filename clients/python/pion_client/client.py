@@ -354,6 +354,8 @@ class Client(AttendMixin):
         if match.hit:
             self._routes.remember(match.namespace, route)
             self._routes.remember(match.lease_id, route)
+        if match.longest_namespace:
+            self._routes.remember(match.longest_namespace, route)
         return match
 
     def lookup(
@@ -476,6 +478,7 @@ class Client(AttendMixin):
         as_mlx: bool = False,
         codecs: Sequence[str] = (),
         part_kinds: Sequence[str] = (),
+        counted: bool = True,
         progress: Progress | None = None,
         timeout_s: float | None = None,
         tries: int | None = None,
@@ -499,6 +502,8 @@ class Client(AttendMixin):
             part_kinds: kinds of parts to bring along. Rows never come without them: where `rows` name no
                 end, they end where `match` would say, and `shortened_by` of the result tells the kind
                 that cut them; a named end that has not every kind is a miss.
+            counted: whether this spares a prefill, and the receipt shall say so; it does not if the rows
+                are only compared.
             progress: called with (bytes here, bytes in all); if it raises, the fetch is abandoned.
             timeout_s: for everything; by default an hour, as long as it makes progress. If given, a
                 server that restarts meanwhile is waited for.
@@ -523,6 +528,7 @@ class Client(AttendMixin):
             generation=count("generation", generation, U64_MAX),
             codecs=FAMILIES,  # decoded here: fewer bytes cross the wire
             part_kinds=_texts("part_kinds", part_kinds),
+            uncounted=not counted,
         )
         try:
             deadline = self._calls.stream_deadline(timeout_s, tries)

@@ -19,11 +19,13 @@ from pion_client.client import Client
 from pion_client.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    LayoutDiffers,
     NotStored,
     OtherContent,
     PionError,
 )
 from pion_client.quantised import codecs_of
+from pion_client.sharing import rows_shared
 from pion_client.tally import Tally
 from pion_client.values import Lookup, Match, PrefixInfo, Stored
 from pion_wire import blocks, limits
@@ -34,6 +36,9 @@ _ANSWERS = (
     "TOO_MANY_STREAMS",
 )
 """Reasons that a server which is well may give."""
+_BASE_TOKENS_MIN = max(limits.CHAIN_TOKENS_MIN, blocks.BLOCK_TOKENS)
+"""A child with fewer rows of its parent is stored whole. What shares not even a block may be on another
+node of a mesh, and a shared <s> would make all prefixes hang on one."""
 _NAME_IS_TAKEN = ("tokens_differ", "model_differs", "layout_differs")
 
 
@@ -72,6 +77,9 @@ class Found(NamedTuple):
     lease_id: bytes = b""
     fetched: int = 0
     """How many rows are fetched to serve them, where it is more: up to where the parts are."""
+    longest: str = ""
+    """The prefix that has the most tokens in common, perhaps without the parts to serve them."""
+    longest_tokens: int = 0
 
     @property
     def namespace(self) -> str:
@@ -147,6 +155,11 @@ class Exchange:
             timeout_s=self._deadline_s,
             tries=1,
         )
+        found = self._served(match, request, facts)
+        return found._replace(longest=match.longest_namespace, longest_tokens=match.longest_tokens)
+
+    def _served(self, match: Match, request: Request, facts: Facts) -> Found:
+        """Says what of a match can be served."""
         if (there := self._later(match, request, facts)) is not None:
             return there
         if match.shortened_by:
@@ -239,7 +252,7 @@ class Exchange:
             progress=check,
         )
         try:
-            stored, whole = self._place(store, found, bundle)
+            stored, whole = self._place(store, pending, found, bundle, check)
         except OtherContent as error:  # these tokens, perhaps, with other parts
             there = self._there(error.metadata.get("namespace", ""), request, found.facts)
             if there is None:
@@ -258,17 +271,58 @@ class Exchange:
         return False
 
     def _place(
-        self, store: Callable[..., Stored], found: Found, bundle: Bundle
+        self,
+        store: Callable[..., Stored],
+        pending: Pending,
+        found: Found,
+        bundle: Bundle,
+        check: Callable[..., None],
     ) -> tuple[Stored, str]:
-        """Stores behind what was served, or whole; returns why whole as well."""
+        """Stores behind what is stored already, or whole; returns why rows are there twice now."""
+        shared, twice = self._shared(pending, found, bundle, check)
+        if shared > found.served:
+            own = bundle.layers(shared)
+            try:
+                return store(layers=own, parent=found.longest, base=shared), twice
+            except NotStored:  # dropped or evicted meanwhile; all rows are here
+                twice = "parent_gone"
+            except (InvalidRequest, LayoutDiffers):
+                twice = "parent_refused"
         whole = why_whole(found)
         if found.served and not whole:
             own = bundle.layers(found.served)
             try:
-                return store(layers=own, parent=found.namespace, base=found.served), ""
-            except NotStored:  # dropped or evicted meanwhile; all rows are here
+                return store(layers=own, parent=found.namespace, base=found.served), twice
+            except NotStored:
                 whole = "parent_gone"
-        return store(layers=bundle.layers()), whole
+        return store(layers=bundle.layers()), whole or twice
+
+    def _shared(
+        self, pending: Pending, found: Found, bundle: Bundle, check: Callable[..., None]
+    ) -> tuple[int, str]:
+        """Returns how many rows the longest match has with these very bits, and why not all of its.
+
+        Those behind what was served were computed again, for want of a part. A prefix whose parts cannot
+        be used is not extended: they would be its children's too.
+        """
+        begin, end = found.served, found.longest_tokens
+        least = max(begin + limits.CHAIN_TOKENS_MIN, _BASE_TOKENS_MIN)
+        assert found.facts is not None
+        both = found.facts.held.needs and bundle.rows
+        if end < least or not both or found.reason == PART_DIFFERS:
+            return begin, ""
+        shared = rows_shared(
+            self._client,
+            found.longest,
+            (begin, end),
+            token_ids=pending.request.token_ids,
+            layers=bundle.rows,
+            facts=found.facts,
+            check=lambda: check(0, 0),
+            timeout_s=max(self._deadline_s, pending.prefill_ms / 1e3),
+        )
+        differ = "rows_differ" if shared < end else ""
+        return (shared if shared >= least else begin), differ
 
     def _there(self, namespace: str, request: Request, facts: Facts) -> PrefixInfo | None:
         """Returns what a name has of a prefix that needs parts; None if it is another, or needs none."""
@@ -296,8 +350,8 @@ def why_whole(found: Found) -> str:
     """Why a match is not made the parent of what follows it; empty if it is."""
     if not found.served or found.prefix is None:
         return ""
-    if found.served < limits.CHAIN_TOKENS_MIN:
-        return "base_short"  # a shared <s> would make all prefixes hang on one
+    if found.served < _BASE_TOKENS_MIN:
+        return "base_short"
     if found.prefix.depth + 1 >= limits.CHAIN_DEPTH_MAX:
         return "chain_deep"
     if 2 * len(found.prefix.parts) > parts_max(found.prefix.token_count):

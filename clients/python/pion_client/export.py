@@ -115,6 +115,8 @@ class Exported:
             rows = answer.rows.begin, answer.rows.end
             _check_rows(self._extents, *rows)
             self._found_parts = self._find_parts(prefix.parts, rows[1], part_kinds)
+            # Of a file without rows only the parts are used.
+            self._extents = [extent for extent in self._extents if extent.row_count]
             wanted = tuple(t for t in prefix.layout.tensors if not slots or t.slot in slots)
             parts = tuple(place.info for place in self._found_parts)
             self.announced = Announced(
@@ -354,7 +356,7 @@ def _read_header(descriptor: int, name: str) -> SegmentLayout:
 def _check_rows(extents: Sequence[_Extent], begin: int, end: int) -> None:
     at = begin
     for extent in extents:
-        if extent.first_row != at or not extent.row_count:
+        if extent.first_row != at:
             raise CannotExport("the server named rows with a gap")
         at += extent.row_count
     if at != end or begin > end:

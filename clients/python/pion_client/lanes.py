@@ -77,6 +77,7 @@ class Lanes:
             lease_ms=LEASE_MS,
             slots=asked.slots,
             part_kinds=asked.part_kinds,
+            uncounted=asked.uncounted,
         )
 
         try:

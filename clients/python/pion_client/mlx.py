@@ -13,7 +13,8 @@ K/V are functions of the token ids, of the model *and of how the prefill was spl
 other pieces differ in the last bits, because sums are formed in another order. The bits served are
 those that were stored; they need not be those of a prefill in one piece. What a model keeps beside rows
 (recurrent state, a window) is exact at one token only, so a prefill is split where it is to be kept, and
-stored together with the rows (`bundles`).
+stored together with the rows (`bundles`). Where rows are there already and only such a part was missing,
+the part is stored and the rows are not, if they have the same bits (`sharing`).
 """
 
 import collections
@@ -126,6 +127,8 @@ class PionPromptCache(AttendByNamespace):
             one of `QuantizedKVCache`. What it makes is stored apart from what others make.
         deadline_s: the longest that a call waits for an answer before it prefills by itself. A
             transfer may take as long as the prefill that it saves, where that is longer.
+        prefill_step_size: tokens per forward pass, as mlx-lm's. Rows are shared with a prefix that was
+            prefilled in the same steps; in others they may differ in the last bits.
 
     Raises:
         ValueError: for values that make no sense, such as a `vquant` that cannot take rows of this
@@ -152,11 +155,12 @@ class PionPromptCache(AttendByNamespace):
         deadline_s: float = DEADLINE_S,
         checkpoint_every: int = CHECKPOINT_EVERY,
         make_cache: Callable[[Any], Cache] | None = None,
+        prefill_step_size: int = PREFILL_STEP,
     ) -> None:
         arrays.mlx_core()
         self._quantised = Quantised(vquant, boundary_protect)
         self._quantised.check()
-        _check_options(admission_threshold, deadline_s, checkpoint_every)
+        _check_options(admission_threshold, deadline_s, checkpoint_every, prefill_step_size)
         where = _address(address, host, port, given=client is not None)
         self._model = model
         self._vocabulary = Vocabulary(model)
@@ -164,6 +168,7 @@ class PionPromptCache(AttendByNamespace):
         self._admission_threshold = admission_threshold
         self._deadline_s = deadline_s
         self._checkpoint_every = checkpoint_every
+        self._prefill_step = prefill_step_size
         self._make_cache = make_cache or make_prompt_cache
         self._suffix = "+" + bundles.cache_suffix(make_cache(model)) if make_cache else ""
         _check_model_id((model_id or "") + self._suffix)
@@ -271,12 +276,13 @@ class PionPromptCache(AttendByNamespace):
         `checkpoints_dropped` boundaries that were asked for or passed and are not kept: there was no
         room, or the prefix is stored without them. `stores` counts
         what this object wrote, `already_stored` what others had written meanwhile. `skipped` counts
-        what was not stored, by reason; `stored_whole` what was stored with rows that a parent has
-        already, by reason. Times are milliseconds: `fetch_ms_total` until the rows are in the cache,
-        `store_ms_total` on the thread behind. `lane` is how the last hit came, "export" (files of the
-        same host) or "stream", and `lane_reason` why it was streamed; once attention has run over a
-        prefix of `make_pion_prompt_cache`, it says where: "in-process", or on the server, by "stream"
-        or "unary". `attend` counts queries, and why some were not asked.
+        what was not stored, by reason; `stored_whole` what was stored with rows of tokens that
+        another prefix has rows of already, by reason: "rows_differ" where that has other bits,
+        because its prefill was split elsewhere. Times are milliseconds: `fetch_ms_total` until the rows
+        are in the cache, `store_ms_total` on the thread behind. `lane` is how the last hit came,
+        "export" (files of the same host) or "stream", and `lane_reason` why it was streamed; once
+        attention has run over a prefix of `make_pion_prompt_cache`, it says where: "in-process", or on
+        the server, by "stream" or "unary". `attend` counts queries, and why some were not asked.
         """
         count = self._tally.of
         hits, misses = count("hits"), count("misses")
@@ -618,7 +624,7 @@ class PionPromptCache(AttendByNamespace):
         self._tally.add("tokens_prefilled", ids.size - begin)
         for stop in stops:
             while begin < stop:
-                end = min(begin + PREFILL_STEP, stop)
+                end = min(begin + self._prefill_step, stop)
                 self._model(ids[None, begin:end], cache=cache)
                 caches.settle(cache)
                 mx.clear_cache()
@@ -716,9 +722,13 @@ def _plain(cache: Cache) -> bool:
     return True
 
 
-def _check_options(admission_threshold: int, deadline_s: float, checkpoint_every: int) -> None:
+def _check_options(
+    admission_threshold: int, deadline_s: float, checkpoint_every: int, prefill_step_size: int
+) -> None:
     if admission_threshold < 1 or not deadline_s > 0:
         raise ValueError("admission_threshold ≥ 1 and deadline_s > 0, please")
+    if prefill_step_size < 1:
+        raise ValueError("prefill_step_size is at least 1 token")
     if checkpoint_every < 0:
         raise ValueError("checkpoint_every is at least 0: tokens, or at the end only")
 

@@ -263,6 +263,11 @@ class Match:
     """Pass it to `fetch`: what was matched stays readable that long."""
     shortened_by: str
     """The kind of part that shortened it."""
+    longest_namespace: str
+    """The prefix with the most leading tokens in common, whatever parts it has: what extends it does
+    not store them again. Empty if none has any."""
+    longest_tokens: int
+    """How many they are."""
 
     @property
     def namespace(self) -> str:
