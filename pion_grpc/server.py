@@ -236,7 +236,7 @@ class Server:
         implementations = {
             "PrefixStore": PrefixStoreService(self.store, self._config, unix_ms(), self.attend),
             "Attend": self._attending or UnimplementedService(SERVICES["Attend"], ATTEND_OFF),
-            "SSMState": SSMStateService(self.states),
+            "SSMState": SSMStateService(self.states, self._config),
             "Stats": StatsService(self.store, workers=self._config.workers),
         }
         handlers = [

@@ -2,19 +2,24 @@
 
 The three steps of every write, for values that the store does not look into: *plan* reserves the bytes,
 *write* puts them into a file of their own, *publish* names it inside the owner's transaction. Owners are
-the keyspace (values above `INLINE_BYTES_MAX`) and the recurrent states. A file that is never published
-is removed at once, or when its process is found gone.
+the keyspace (values above `INLINE_BYTES_MAX`) and the recurrent states, whose files are segments that
+clients on the same host read themselves. A file that is never published is removed at once, or when its
+process is found gone.
 """
 
+import contextlib
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from pion_grpc.core.exporting import ExportedFile, Exports
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import Corrupt
-from pion_grpc.storage.blobs import BlobRow, Blobs
+from pion_grpc.storage.blobs import SEGMENT_SUFFIX, BlobRow, Blobs
 from pion_grpc.storage.catalog import Transaction
-from pion_grpc.storage.pages import CheckedRun, OpenFile, RowFile
+from pion_grpc.storage.pages import CheckedRun, OpenFile, RowFile, SegmentWriter
+from pion_wire.segment import SegmentLayout
 
 INLINE_BYTES_MAX = 64 << 10
 """Smaller values are kept in the database: a file of their own would cost more."""
@@ -26,6 +31,7 @@ class WrittenBlob(NamedTuple):
     tenant: str
     file: str
     size: int
+    """Of the file."""
     checksums: bytes
     reservation: int
     on_disk: bool
@@ -34,16 +40,26 @@ class WrittenBlob(NamedTuple):
 class BlobWriter:
     """A value on its way into its file. Finish or abandon it."""
 
-    def __init__(self, store: "BlobStore", tenant: str, size: int, reservation: int) -> None:
+    def __init__(
+        self,
+        store: "BlobStore",
+        tenant: str,
+        size: int,
+        reservation: int,
+        segment: SegmentLayout | None,
+    ) -> None:
         self._store = store
         self._size = size
+        self._file_bytes = segment.file_bytes if segment else size
         self._written = 0
         self._tenant = tenant
         self._reservation = reservation
-        self._name = store.new_name()
-        workshop = store.workshop
+        self._name = store.new_name(SEGMENT_SUFFIX if segment else ".blob")
+        files, path = store.workshop.files, store.workshop.directory.resolve(self._name)
         try:
-            self._file = RowFile(workshop.files, workshop.directory.resolve(self._name))
+            self._file: RowFile | SegmentWriter = (
+                SegmentWriter(files, path, segment) if segment else RowFile(files, path)
+            )
         except BaseException:
             store.release(reservation)
             raise
@@ -64,12 +80,12 @@ class BlobWriter:
         checksums = self._file.finish(on_disk=on_disk)
         self._file.close()
         return WrittenBlob(
-            self._tenant, self._name, self._size, checksums, self._reservation, on_disk
+            self._tenant, self._name, self._file_bytes, checksums, self._reservation, on_disk
         )
 
     def abandon(self) -> None:
         """Removes what was written."""
-        self._file.close()
+        self._file.abandon()
         self._store.discard(self._name, self._reservation)
 
 
@@ -80,18 +96,19 @@ class BlobStore:
         self.workshop = workshop
         self._serial = itertools.count(1)
 
-    def begin(self, tenant: str, size: int) -> BlobWriter:
-        """Plans a value of so many bytes.
+    def begin(self, tenant: str, size: int, segment: SegmentLayout | None = None) -> BlobWriter:
+        """Plans a value of so many bytes; with `segment` as the only part of such a file.
 
         Raises:
             OverBudget, OverQuota: there is no room.
         """
         workshop = self.workshop
+        needed = segment.file_bytes if segment else size
         with workshop.catalog.write() as transaction:
-            reservation = transaction.reserve(workshop.directory.instance, tenant, 0, size)
-            workshop.space.make_room(transaction, tenant, size)
+            reservation = transaction.reserve(workshop.directory.instance, tenant, 0, needed)
+            workshop.space.make_room(transaction, tenant, needed)
         workshop.space.sweep()
-        return BlobWriter(self, tenant, size, reservation)
+        return BlobWriter(self, tenant, size, reservation, segment)
 
     def write(self, tenant: str, data: bytes | memoryview) -> WrittenBlob:
         """Writes a value that is all there.
@@ -159,7 +176,7 @@ class BlobStore:
             self.condemn(blob.id)
             raise Corrupt(f"a file is gone: {error}") from error
         try:
-            run = CheckedRun(file, 0, blob.size, blob.checksums)
+            run = blob.run_of(file)
             if blob.boot not in (None, self.workshop.boot):
                 run.check()
         except Corrupt:
@@ -169,7 +186,7 @@ class BlobStore:
         except BaseException:
             file.close()
             raise
-        return BlobReading(self, blob.id, run)
+        return BlobReading(self, blob, run)
 
     def condemn(self, blob: int) -> None:
         """Takes a damaged value out: whoever asks next finds nothing."""
@@ -193,9 +210,9 @@ class BlobStore:
         """Brings the names of blobs to stable storage."""
         self.workshop.files.sync_directory(self.workshop.directory.blobs)
 
-    def new_name(self) -> str:
+    def new_name(self, suffix: str = ".blob") -> str:
         """Returns a name that no file has."""
-        return f"blobs/{self.workshop.directory.instance}-{next(self._serial)}.blob"
+        return f"blobs/{self.workshop.directory.instance}-{next(self._serial)}{suffix}"
 
     def release(self, reservation: int) -> None:
         """Ends a reservation."""
@@ -222,7 +239,7 @@ class BlobStore:
 class BlobReading:
     """An open value. Close it."""
 
-    def __init__(self, store: BlobStore, blob: int, run: CheckedRun) -> None:
+    def __init__(self, store: BlobStore, blob: BlobRow, run: CheckedRun) -> None:
         self._store = store
         self._blob = blob
         self._run = run
@@ -238,10 +255,30 @@ class BlobReading:
         Raises:
             Corrupt: a page does not have its checksum; the value has been taken out.
         """
-        try:
+        with self._condemning():
             yield from self._run.chunks(begin, self._run.size, 1)
+
+    def exported(self, exports: Exports) -> ExportedFile | None:
+        """Returns its file, every page checked, for a client that reads it; None if it is no segment.
+
+        Raises:
+            Corrupt: a page does not have its checksum; the value has been taken out.
+        """
+        if not self._blob.is_segment:
+            return None
+        status = os.fstat(self._run.file.descriptor)
+        with self._condemning():
+            exports.check_once(self._blob.file, status, self._run.check)
+        return ExportedFile(
+            self._blob.file, status.st_dev, status.st_ino, status.st_size, self._run.offset
+        )
+
+    @contextlib.contextmanager
+    def _condemning(self) -> Iterator[None]:
+        try:
+            yield
         except Corrupt:
-            self._store.condemn(self._blob)
+            self._store.condemn(self._blob.id)
             raise
 
     def close(self) -> None:

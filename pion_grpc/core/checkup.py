@@ -240,7 +240,7 @@ def _check_blob(path: Path, blob: BlobRow, read: PageReader) -> str:
         return f"{error.filename} is missing"
     with contextlib.closing(file):
         try:
-            read.check(CheckedRun(file, 0, blob.size, blob.checksums))
+            read.check(blob.run_of(file))
         except Corrupt as error:
             return str(error)
     return ""

@@ -1,12 +1,14 @@
-"""Export: the files that hold a prefix, named for a client on the same host that reads them itself.
+"""Export: the files that hold a prefix or a state, named for a client on this host that reads them.
 
 Only files whose pages this process has checked since they last changed are named, so that such a client
 need not check them again.
 """
 
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from pion_grpc.core.reading import Reading, segment_layout
 from pion_grpc.core.values import ExportExtent
@@ -16,6 +18,16 @@ from pion_grpc.storage.directory import DataDirectory
 
 CHECKED_MAX = 100_000
 """Files that are remembered as checked; the oldest are checked again."""
+
+
+class ExportedFile(NamedTuple):
+    """A segment that holds one value, for a client that reads it itself."""
+
+    file_name: str
+    device: int
+    inode: int
+    size_bytes: int
+    data_offset_bytes: int
 
 
 class Exports:
@@ -44,7 +56,8 @@ class Exports:
             count = max(0, min(above, reading.rows.end) - begin)
             if count or row.id in with_parts:
                 status = self._stat(row)
-                self._check_once(row, status, reading)
+                check = functools.partial(reading.check, row.id)
+                self.check_once(row.file, status, check)
                 yield ExportExtent(
                     row.file,
                     status.st_dev,
@@ -64,16 +77,15 @@ class Exports:
         except FileNotFoundError as error:
             raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace) from error
 
-    def _check_once(self, row: PrefixRow, status: os.stat_result, reading: Reading) -> None:
+    def check_once(self, file: str, status: os.stat_result, check: Callable[[], None]) -> None:
         """Checks every page of a segment, unless it has not changed since this process did."""
-        assert row.file is not None
         # Whoever writes can set the time of the last write, but not that of the last change.
         state = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         with self._lock:
-            if self._checked.get(row.file) == state:
+            if self._checked.get(file) == state:
                 return
-        reading.check(row.id)
+        check()
         with self._lock:
-            self._checked[row.file] = state
+            self._checked[file] = state
             if len(self._checked) > CHECKED_MAX:
                 del self._checked[next(iter(self._checked))]

@@ -137,7 +137,7 @@ class RowsSession:
         if self._ended:
             return
         self._ended = True
-        self._file.discard()
+        self._file.abandon()
         self._workshop.row_files.give_back(self._name)
         self._workshop.space.end_reservation(self._reservation, self._prefix)
 

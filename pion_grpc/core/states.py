@@ -3,13 +3,19 @@
 A session is a name of its own: states may be there without a prefix of that name, and the other way
 round. A value is replaced as a whole, dropped durably, and as large as the budget allows; there is no
 limit on their number. Both wires see the same ones. What a value means, only its owner knows.
+
+A value is the only part of a segment of its own: what is true of parts in files (their checksums, how a
+client on this host reads them) is true of states.
 """
 
+import contextlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from crc32c import crc32c
 
 from pion_grpc.core.blobs import BlobReading, BlobStore, BlobWriter
+from pion_grpc.core.exporting import ExportedFile
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.values import Durability, check_namespace
 from pion_grpc.errors import ChecksumMismatch, GenerationDiffers, InvalidRequest
@@ -17,6 +23,8 @@ from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.states import StateRow, States
 from pion_wire import limits
 from pion_wire.framing import PartChunk
+from pion_wire.layout import Layout, PartInfo
+from pion_wire.segment import SegmentLayout
 
 LAYER_MAX = (1 << 32) - 1
 
@@ -45,6 +53,16 @@ class FoundState(NamedTuple):
     reading: BlobReading
 
 
+class StateExport(NamedTuple):
+    """A value for a client on this host that reads its file itself."""
+
+    layer: int
+    info: StateInfo
+    generation: int
+    file: ExportedFile | None
+    """None: it is in no segment; an earlier release has written it."""
+
+
 class StateSession:
     """One value on its way into the store. Publish or abandon it."""
 
@@ -60,7 +78,18 @@ class StateSession:
         self._info = info
         self._durability = durability
         self._written = 0
-        self._writer: BlobWriter = states.blobs.begin(key[0], info.size_bytes)
+        tenant, session, layer = key
+        segment = SegmentLayout(
+            layout=Layout(()),
+            row_counts=(),
+            token_count=0,
+            model_id=info.model_id,
+            parts=(
+                PartInfo("state", layer, info.boundary_tokens, info.size_bytes, info.description),
+            ),
+            namespace=session,
+        )
+        self._writer: BlobWriter = states.blobs.begin(tenant, info.size_bytes, segment)
 
     def write(self, chunk: PartChunk) -> None:
         """Takes the next bytes.
@@ -102,8 +131,6 @@ class StateSession:
         written = self._writer.finish(on_disk=on_disk)
         blobs = self._states.blobs
         try:
-            if on_disk:
-                blobs.sync_directory()
             with blobs.workshop.catalog.write(on_disk=on_disk) as transaction:
                 blob = blobs.publish(transaction, written)
                 info = self._info
@@ -127,6 +154,7 @@ class RecurrentStates:
     def __init__(self, store: PrefixStore) -> None:
         self._store = store
         self._catalog = store.workshop.catalog
+        self.directory = store.directory
         self.blobs: BlobStore = store.blobs
 
     def begin(
@@ -181,7 +209,22 @@ class RecurrentStates:
             except FileNotFoundError:
                 continue  # replaced meanwhile: look again
             self._store.note_state_use(tenant, session)
-            return FoundState(_info(state, blob.size), state.generation, reading)
+            return FoundState(_info(state, reading.size), state.generation, reading)
+
+    def export(self, tenant: str, session: str, layers: Iterable[int]) -> list[StateExport]:
+        """Names the files of a session's values, of those layers that have one, every page checked.
+
+        Raises:
+            Corrupt: a file is damaged; its value has been taken out.
+        """
+        exported = []
+        for layer in layers:
+            found = self.open(tenant, session, layer)
+            if found is not None:
+                with contextlib.closing(found.reading) as reading:
+                    file = reading.exported(self._store.exports)
+                exported.append(StateExport(layer, found.info, found.generation, file))
+        return exported
 
     def drop(self, tenant: str, session: str, layer: int | None = None) -> int:
         """Drops one layer of a session, or all; returns how many there were."""

@@ -57,7 +57,7 @@ class AttendService:
             rows = header.rows
             key = Key(call.tenant, header.session, rows.layer)
             upload = self._attend.begin_rows(key, Shape(rows.heads, rows.rows, rows.head_dim))
-            warmed = fill(upload, byte_chunks(messages, pb.AttendStoreRequest))
+            warmed = fill(upload, byte_chunks(messages))
         elif header.HasField("from_prefix"):
             if next(messages, None) is not None:
                 raise InvalidRequest("bytes", "nothing follows where a stored prefix is named")

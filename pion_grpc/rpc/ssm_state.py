@@ -1,11 +1,13 @@
-"""pion.v1.SSMState: recurrent states as streams of bytes, framed by hand like rows."""
+"""pion.v1.SSMState: recurrent states as streams of bytes, framed by hand like rows, or as files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from pion_grpc.config import Config
 from pion_grpc.core.states import RecurrentStates, StateInfo
-from pion_grpc.errors import InvalidRequest
+from pion_grpc.errors import InvalidRequest, NoBackend
 from pion_grpc.rpc.service import Call
 from pion_grpc.rpc.streams import byte_chunks, durability_of, durability_value, fill, header_of
+from pion_wire import limits
 from pion_wire.framing import frame_bytes, frame_header
 from pion_wire.v1 import ssm_state_pb2 as pb
 
@@ -13,8 +15,9 @@ from pion_wire.v1 import ssm_state_pb2 as pb
 class SSMStateService:
     """One method per RPC; see the proto for what each does."""
 
-    def __init__(self, states: RecurrentStates) -> None:
+    def __init__(self, states: RecurrentStates, config: Config) -> None:
         self._states = states
+        self._config = config
 
     def Store(self, messages: Iterator[bytes], call: Call) -> pb.SSMStateStoreResponse:
         """Stores one value."""
@@ -28,7 +31,7 @@ class SSMStateService:
         session = self._states.begin(
             call.tenant, header.session, header.layer, info, durability_of(header.durability)
         )
-        stored = fill(session, byte_chunks(messages, pb.SSMStateStoreRequest))
+        stored = fill(session, byte_chunks(messages))
         return pb.SSMStateStoreResponse(
             durability=durability_value(stored.durability), generation=stored.generation
         )
@@ -45,7 +48,7 @@ class SSMStateService:
                 raise InvalidRequest("offset_bytes", f"the value has {found.info.size_bytes} bytes")
             header = pb.SSMStateFetchHeader(
                 found=True,
-                info=pb.SSMStateInfo(**found.info._asdict()),
+                info=_info(found.info),
                 generation=found.generation,
             )
             yield frame_header(header.SerializeToString())
@@ -56,6 +59,25 @@ class SSMStateService:
         finally:
             found.reading.close()
 
+    def Export(self, request: pb.SSMStateExportRequest, call: Call) -> pb.SSMStateExportResponse:
+        """Names the files of values."""
+        if not self._config.exports:
+            raise NoBackend("export is switched off here: stream instead")
+        directory = self._states.directory
+        answer = pb.SSMStateExportResponse(
+            directory=str(directory.path), host_token=directory.host_token
+        )
+        if request.probe:
+            return answer
+        _check_session(request.session)
+        _check_layers(request.layers)
+        for layer, info, generation, file in self._states.export(
+            call.tenant, request.session, request.layers
+        ):
+            where = file._asdict() if file else {}
+            answer.values.add(layer=layer, info=_info(info), generation=generation, **where)
+        return answer
+
     def Drop(self, request: pb.SSMStateDropRequest, call: Call) -> pb.SSMStateDropResponse:
         """Drops values."""
         _check_session(request.session)
@@ -63,6 +85,19 @@ class SSMStateService:
         return pb.SSMStateDropResponse(
             dropped_count=self._states.drop(call.tenant, request.session, layer)
         )
+
+
+def _info(info: StateInfo) -> pb.SSMStateInfo:
+    return pb.SSMStateInfo(**info._asdict())
+
+
+def _check_layers(layers: Sequence[int]) -> None:
+    if not 1 <= len(layers) <= limits.NAMES_MAX:
+        raise InvalidRequest(
+            "layers", f"{len(layers)} where 1 to {limits.NAMES_MAX} go", limit=limits.NAMES_MAX
+        )
+    if len(set(layers)) < len(layers):
+        raise InvalidRequest("layers", "one is there twice")
 
 
 def _check_session(session: str) -> None:

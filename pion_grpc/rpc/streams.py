@@ -4,7 +4,7 @@ Shared by the services that take rows or bytes in. Knows the two shapes that the
 have, and nothing of what is in them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -12,7 +12,14 @@ from google.protobuf.message import DecodeError, Message
 from pion_grpc.core.values import Durability
 from pion_grpc.errors import InvalidRequest
 from pion_wire import limits
-from pion_wire.framing import FrameError, HeaderBytes, PartChunk, RowChunk, parse_message
+from pion_wire.framing import (
+    FrameError,
+    HeaderBytes,
+    PartChunk,
+    RowChunk,
+    parse_bytes_message,
+    parse_message,
+)
 from pion_wire.v1 import types_pb2
 
 CHUNK_MESSAGE_BYTES_MAX = limits.CHUNK_BYTES_MAX + 4_096
@@ -60,28 +67,17 @@ def row_chunks(messages: Iterator[bytes], *, parts: bool = False) -> Iterator[Ro
     Raises:
         InvalidRequest: a message holds no chunk, or more than one may have.
     """
-    for message in messages:
-        _check_size(message)
-        try:
-            chunk = parse_message(message)
-        except FrameError as error:
-            raise InvalidRequest("message", str(error)) from error
-        if isinstance(chunk, HeaderBytes):
-            raise InvalidRequest("header", "came twice")
+    for chunk in _chunks(messages, parse_message):
         if isinstance(chunk, PartChunk) and not parts:
             raise InvalidRequest("message", "a part has no place in this stream")
         yield chunk
 
 
-def byte_chunks(messages: Iterator[bytes], kind: type[StreamMessage]) -> Iterator[PartChunk]:
-    """Yields the chunks of a stream of bytes; raises as `row_chunks` does."""
-    for message in messages:
-        _check_size(message)
-        parsed = _parsed(message, kind, "message")
-        if not parsed.HasField("bytes"):
-            raise InvalidRequest("bytes", "a message of the stream holds none")
-        chunk = parsed.bytes
-        yield PartChunk(chunk.part_index, chunk.offset_bytes, chunk.crc32c, chunk.data)
+def byte_chunks(messages: Iterator[bytes]) -> Iterator[PartChunk]:
+    """Yields the chunks of a stream of bytes; likewise."""
+    for chunk in _chunks(messages, parse_bytes_message):
+        assert isinstance(chunk, PartChunk)
+        yield chunk
 
 
 def durability_of(value: int) -> Durability:
@@ -112,6 +108,20 @@ def fill(session: Session[Answer], chunks: Iterable[RowChunk | PartChunk]) -> An
     except BaseException:
         session.abandon()
         raise
+
+
+def _chunks(
+    messages: Iterator[bytes], parse: Callable[[bytes], HeaderBytes | RowChunk | PartChunk]
+) -> Iterator[RowChunk | PartChunk]:
+    for message in messages:
+        _check_size(message)
+        try:
+            chunk = parse(message)
+        except FrameError as error:
+            raise InvalidRequest("message", str(error)) from error
+        if isinstance(chunk, HeaderBytes):
+            raise InvalidRequest("header", "came twice")
+        yield chunk
 
 
 def _check_size(message: bytes) -> None:

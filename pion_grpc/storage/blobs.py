@@ -2,12 +2,21 @@
 
 A blob is written whole, then named in the transaction that makes it somebody's value, and becomes
 garbage in the transaction that replaces it. Knows bytes and files; whose value it is, other tables say.
+
+A file holds the value alone, or is a segment (see `pion_wire.segment`) whose only part it is: then other
+programs can read it, too. Which of the two, the end of its name says.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pion_grpc.errors import Corrupt
+from pion_grpc.storage.pages import CheckedRun, OpenFile
+from pion_wire.segment import SegmentError, header_length
+
 if TYPE_CHECKING:
     from pion_grpc.storage.catalog import Transaction
+
+SEGMENT_SUFFIX = ".safetensors"
 
 SCHEMA = """
 CREATE TABLE blob (
@@ -36,8 +45,32 @@ class BlobRow(NamedTuple):
     id: int
     file: str
     size: int
+    """Of its file."""
     checksums: bytes
     boot: str | None
+
+    @property
+    def is_segment(self) -> bool:
+        """Whether its file is a segment."""
+        return self.file.endswith(SEGMENT_SUFFIX)
+
+    def run_of(self, file: OpenFile) -> CheckedRun:
+        """Returns where the value is in its file.
+
+        Raises:
+            Corrupt: the file does not begin as it was written.
+        """
+        if not self.is_segment:
+            return CheckedRun(file, 0, self.size, self.checksums)
+        try:
+            offset = 8 + header_length(file.read(0, 8))
+        except SegmentError as error:
+            raise Corrupt(f"{file.path} is not a segment: {error}") from error
+        # Behind the value there is nothing but its checksums.
+        size = self.size - offset - len(self.checksums)
+        if size < 0:
+            raise Corrupt(f"{file.path} is shorter than its header says")
+        return CheckedRun(file, offset, size, self.checksums)
 
 
 class Blobs:

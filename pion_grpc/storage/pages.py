@@ -178,30 +178,38 @@ class SegmentWriter:
         with disk_errors(self._path):
             self._files.write(self._descriptor, data)
 
-    def finish(self, *, on_disk: bool) -> None:
+    def finish(self, *, on_disk: bool) -> bytes:
         """Adds the checksums and names the file; with `on_disk` it is on stable storage then.
+
+        Returns the checksums.
 
         Raises:
             DiskFull: it cannot be written.
         """
         assert self._missing == 0, "bytes are missing"
+        checksums = self._checksums.finish()
         with disk_errors(self._path):
-            self._files.write(self._descriptor, self._checksums.finish())
+            self._files.write(self._descriptor, checksums)
             if on_disk:
                 self._files.sync(self._descriptor)
             self._files.rename(self._scratch, self._path)
             if on_disk:
                 self._files.sync_directory(self._path.parent)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        self.close()
+        return checksums
 
     def abandon(self) -> None:
         """Removes what was written; harmless after `finish` and if called twice."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self.close()
             self._files.unlink(self._scratch)
             self._files.unlink(self._path)
+
+    def close(self) -> None:
+        """Closes it; twice is once."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class RowFile:
@@ -243,7 +251,7 @@ class RowFile:
                 self._files.sync_directory(self._path.parent)
         return self._checksums.finish()
 
-    def discard(self) -> None:
+    def abandon(self) -> None:
         """Takes the bytes of this extent back, and the file if it was made for them; closes it."""
         if self._descriptor >= 0:
             if self._new:

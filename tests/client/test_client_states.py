@@ -1,7 +1,9 @@
 """Recurrent state through the client: whole, as it was stored, whatever breaks on the way."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -42,6 +44,46 @@ def test_no_bit_of_a_state_changes(client: Client, size: int) -> None:
     assert found[1:4] == (100, "ArraysCache f32", "m")
     assert found.data.readonly
     assert told[-1:] == ([(size, size)] if size else [])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_state_is_the_same_by_every_road(
+    server: ServerProcess, client: Client, size: int
+) -> None:
+    data = value(size, size)
+    client.states.store("roads", 0, data)
+    for export, verify, as_mlx in itertools.product((True, False), repeat=3):
+        with Client(server.address, export=export, verify=verify) as one:
+            state = present(one.states.fetch("roads", 0, as_mlx=as_mlx))
+        assert bytes(state.data) == data
+        assert state.transport == ("export" if export else "stream")
+        if export and as_mlx and size:
+            assert isinstance(state.data.obj, mx.array)
+
+
+def test_several_layers_come_at_once_and_those_that_are_not_there_are_left_out(
+    server: ServerProcess, client: Client
+) -> None:
+    for layer in (0, 2, 5):
+        client.states.store("several", layer, value(MIB + layer, layer))
+    for export in (True, False):
+        with linked(server.address) as link, Client(link.address, export=export) as one:
+            found = one.states.fetch_all("several", iter([5, 1, 0, 5, np.int64(2)]))
+            assert list(found) == [5, 0, 2]
+            for layer, state in found.items():
+                assert bytes(state.data) == value(MIB + layer, layer)
+            assert one.states.fetch_all("nobody", range(4)) == {}
+    for layers in ([], range(1_001)):
+        with pytest.raises(InvalidRequest) as refused:
+            client.states.fetch_all("several", layers)
+        assert refused.value.field == "layers"
+
+
+def test_a_layer_whose_file_no_reader_of_segments_takes_is_streamed(client: Client) -> None:
+    client.states.store("far", 2**32 - 1, b"state")
+    state = present(client.states.fetch("far", 2**32 - 1))
+    assert (bytes(state.data), state.transport) == (b"state", "stream")
+    assert "not a segment" in state.transport_reason
 
 
 def test_anything_with_a_buffer_is_a_state(client: Client) -> None:
@@ -110,7 +152,10 @@ def test_what_cannot_be_a_state_is_refused_by_its_field(
 def test_a_broken_fetch_asks_for_the_rest_only(server: ServerProcess, client: Client) -> None:
     data = value(40 * MIB)
     client.states.store("broken", 0, data)
-    with linked(server.address, cut_down=10 * MIB) as link, Client(link.address) as broken:
+    with (
+        linked(server.address, cut_down=10 * MIB) as link,
+        Client(link.address, export=False) as broken,
+    ):
         assert bytes(present(broken.states.fetch("broken", 0)).data) == data
         assert link.connections == 2
         assert sum(link.down_bytes) < len(data) + 12 * MIB
@@ -127,14 +172,17 @@ def test_a_state_replaced_between_two_streams_is_never_mixed(
 
     with (
         linked(server.address, cut_down=8 * MIB, on_cut=replace) as link,
-        Client(link.address) as broken,
+        Client(link.address, export=False) as broken,
     ):
         assert bytes(present(broken.states.fetch("mixed", 0)).data) == new
 
 
 def test_a_store_that_breaks_is_sent_anew(server: ServerProcess, client: Client) -> None:
     data = value(20 * MIB, 3)
-    with linked(server.address, cut_up=6 * MIB) as link, Client(link.address) as broken:
+    with (
+        linked(server.address, cut_up=6 * MIB) as link,
+        Client(link.address, export=False) as broken,
+    ):
         broken.states.store("again", 0, data)
         assert link.connections == 2
     assert bytes(present(client.states.fetch("again", 0)).data) == data
@@ -143,7 +191,10 @@ def test_a_store_that_breaks_is_sent_anew(server: ServerProcess, client: Client)
 def test_a_flipped_bit_is_never_taken_for_a_state(server: ServerProcess, client: Client) -> None:
     data = value(20 * MIB, 4)
     client.states.store("flipped", 0, data)
-    with linked(server.address, flip_down=9 * MIB) as link, Client(link.address) as damaged:
+    with (
+        linked(server.address, flip_down=9 * MIB) as link,
+        Client(link.address, export=False) as damaged,
+    ):
         assert bytes(present(damaged.states.fetch("flipped", 0)).data) == data
 
 

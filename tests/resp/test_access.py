@@ -266,6 +266,8 @@ METHODS = [
         "PrefixStore", "Register", P, namespace=lambda n: f"{n} declared", layout=LAYOUT), None),
     Method("SSMState", "Fetch", first(unary(
         "SSMState", "Fetch", S, session=itself)), lambda a: a.header.found),
+    Method("SSMState", "Export", unary(
+        "SSMState", "Export", S, session=itself, layers=lambda _: [0]), None),
     Method("SSMState", "Store", state_stored, None),
     Method("Attend", "Lookup", unary(
         "Attend", "Lookup", A, session=itself, layers=[0],

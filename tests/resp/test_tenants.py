@@ -241,6 +241,10 @@ def test_the_same_credentials_guard_both_wires(
                 pb.PrefixStoreDescribeRequest(), metadata=rpc.metadata
             )
             assert not described.export_enabled, "tenants share this host"
+            named = ssm_state_pb2.SSMStateExportRequest(session="ns", layers=[3])
+            with pytest.raises(grpc.RpcError) as refused:
+                rpc.ssm.Export(named, metadata=rpc.metadata)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
     for tenant, password in (("blue", "crimson"), ("blue", "secret"), ("", "azure"), ("green", "")):
         with Grpc(shared.address, tenant=tenant, password=password) as rpc:
             with pytest.raises(grpc.RpcError) as refused:

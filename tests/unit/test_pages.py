@@ -233,7 +233,7 @@ def test_rows_are_appended_and_what_is_given_up_is_taken_back(tmp_path: Path) ->
     second = RowFile(Files(), path)
     assert second.offset == 100
     second.write(b"b" * 50)
-    second.discard()
+    second.abandon()
     assert path.read_bytes() == b"a" * 100
     third = RowFile(Files(), path)
     assert third.offset == 100
@@ -248,8 +248,8 @@ def test_rows_are_appended_and_what_is_given_up_is_taken_back(tmp_path: Path) ->
 def test_a_row_file_that_was_made_for_nothing_goes(tmp_path: Path) -> None:
     made = RowFile(Files(), tmp_path / "r")
     made.write(b"a")
-    made.discard()
-    made.discard()
+    made.abandon()
+    made.abandon()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -533,6 +533,138 @@ func (*SSMStateFetchResponse_Header) isSSMStateFetchResponse_Message() {}
 
 func (*SSMStateFetchResponse_Bytes) isSSMStateFetchResponse_Message() {}
 
+// Asks for the files of values.
+type SSMStateExportRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The session. Required, unless `probe`.
+	Session string `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
+	// The layers or cache slots: 1 to 1,000, none twice.
+	Layers []uint32 `protobuf:"varint,2,rep,packed,name=layers,proto3" json:"layers,omitempty"`
+	// Whether only `directory` and `host_token` are wanted, to find out whether this client can read
+	// them: nothing is looked up.
+	Probe         bool `protobuf:"varint,3,opt,name=probe,proto3" json:"probe,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SSMStateExportRequest) Reset() {
+	*x = SSMStateExportRequest{}
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SSMStateExportRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SSMStateExportRequest) ProtoMessage() {}
+
+func (x *SSMStateExportRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SSMStateExportRequest.ProtoReflect.Descriptor instead.
+func (*SSMStateExportRequest) Descriptor() ([]byte, []int) {
+	return file_pion_v1_ssm_state_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *SSMStateExportRequest) GetSession() string {
+	if x != nil {
+		return x.Session
+	}
+	return ""
+}
+
+func (x *SSMStateExportRequest) GetLayers() []uint32 {
+	if x != nil {
+		return x.Layers
+	}
+	return nil
+}
+
+func (x *SSMStateExportRequest) GetProbe() bool {
+	if x != nil {
+		return x.Probe
+	}
+	return false
+}
+
+// The files of values. A client opens them only if `<directory>/host-token` is a regular file that
+// holds exactly `host_token`, the name stays inside the directory, and device, inode and size agree.
+// A value that is replaced, dropped or evicted takes its file along: one that cannot be opened any more
+// is streamed, and an opened one stays readable for ever.
+type SSMStateExportResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Absolute path of the data directory.
+	Directory string `protobuf:"bytes,1,opt,name=directory,proto3" json:"directory,omitempty"`
+	// 32 random bytes that prove that both see the same directory.
+	HostToken []byte `protobuf:"bytes,2,opt,name=host_token,json=hostToken,proto3" json:"host_token,omitempty"`
+	// In the order of the request, without those that are not stored.
+	Values        []*SSMStateExportResponse_Value `protobuf:"bytes,3,rep,name=values,proto3" json:"values,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SSMStateExportResponse) Reset() {
+	*x = SSMStateExportResponse{}
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SSMStateExportResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SSMStateExportResponse) ProtoMessage() {}
+
+func (x *SSMStateExportResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SSMStateExportResponse.ProtoReflect.Descriptor instead.
+func (*SSMStateExportResponse) Descriptor() ([]byte, []int) {
+	return file_pion_v1_ssm_state_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *SSMStateExportResponse) GetDirectory() string {
+	if x != nil {
+		return x.Directory
+	}
+	return ""
+}
+
+func (x *SSMStateExportResponse) GetHostToken() []byte {
+	if x != nil {
+		return x.HostToken
+	}
+	return nil
+}
+
+func (x *SSMStateExportResponse) GetValues() []*SSMStateExportResponse_Value {
+	if x != nil {
+		return x.Values
+	}
+	return nil
+}
+
 // Asks to drop.
 type SSMStateDropRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -546,7 +678,7 @@ type SSMStateDropRequest struct {
 
 func (x *SSMStateDropRequest) Reset() {
 	*x = SSMStateDropRequest{}
-	mi := &file_pion_v1_ssm_state_proto_msgTypes[7]
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -558,7 +690,7 @@ func (x *SSMStateDropRequest) String() string {
 func (*SSMStateDropRequest) ProtoMessage() {}
 
 func (x *SSMStateDropRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pion_v1_ssm_state_proto_msgTypes[7]
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -571,7 +703,7 @@ func (x *SSMStateDropRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SSMStateDropRequest.ProtoReflect.Descriptor instead.
 func (*SSMStateDropRequest) Descriptor() ([]byte, []int) {
-	return file_pion_v1_ssm_state_proto_rawDescGZIP(), []int{7}
+	return file_pion_v1_ssm_state_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *SSMStateDropRequest) GetSession() string {
@@ -599,7 +731,7 @@ type SSMStateDropResponse struct {
 
 func (x *SSMStateDropResponse) Reset() {
 	*x = SSMStateDropResponse{}
-	mi := &file_pion_v1_ssm_state_proto_msgTypes[8]
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -611,7 +743,7 @@ func (x *SSMStateDropResponse) String() string {
 func (*SSMStateDropResponse) ProtoMessage() {}
 
 func (x *SSMStateDropResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pion_v1_ssm_state_proto_msgTypes[8]
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -624,12 +756,122 @@ func (x *SSMStateDropResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SSMStateDropResponse.ProtoReflect.Descriptor instead.
 func (*SSMStateDropResponse) Descriptor() ([]byte, []int) {
-	return file_pion_v1_ssm_state_proto_rawDescGZIP(), []int{8}
+	return file_pion_v1_ssm_state_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *SSMStateDropResponse) GetDroppedCount() uint32 {
 	if x != nil {
 		return x.DroppedCount
+	}
+	return 0
+}
+
+// One value, alone in its file.
+type SSMStateExportResponse_Value struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The layer.
+	Layer uint32 `protobuf:"varint,1,opt,name=layer,proto3" json:"layer,omitempty"`
+	// What it is.
+	Info *SSMStateInfo `protobuf:"bytes,2,opt,name=info,proto3" json:"info,omitempty"`
+	// Its generation.
+	Generation uint64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Relative to `directory`; a safetensors file whose tensor `part.0` is the value's bytes, and whose
+	// tensor `crc32c` has the CRC-32C of each 256 KiB of them. Empty if it lies in no such file: stream.
+	FileName string `protobuf:"bytes,4,opt,name=file_name,json=fileName,proto3" json:"file_name,omitempty"`
+	// st_dev of the file.
+	Device uint64 `protobuf:"varint,5,opt,name=device,proto3" json:"device,omitempty"`
+	// st_ino of the file.
+	Inode uint64 `protobuf:"varint,6,opt,name=inode,proto3" json:"inode,omitempty"`
+	// The file's size.
+	SizeBytes uint64 `protobuf:"varint,7,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
+	// Where the value begins in the file (8 bytes of length and the JSON header before it).
+	DataOffsetBytes uint64 `protobuf:"varint,8,opt,name=data_offset_bytes,json=dataOffsetBytes,proto3" json:"data_offset_bytes,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *SSMStateExportResponse_Value) Reset() {
+	*x = SSMStateExportResponse_Value{}
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SSMStateExportResponse_Value) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SSMStateExportResponse_Value) ProtoMessage() {}
+
+func (x *SSMStateExportResponse_Value) ProtoReflect() protoreflect.Message {
+	mi := &file_pion_v1_ssm_state_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SSMStateExportResponse_Value.ProtoReflect.Descriptor instead.
+func (*SSMStateExportResponse_Value) Descriptor() ([]byte, []int) {
+	return file_pion_v1_ssm_state_proto_rawDescGZIP(), []int{8, 0}
+}
+
+func (x *SSMStateExportResponse_Value) GetLayer() uint32 {
+	if x != nil {
+		return x.Layer
+	}
+	return 0
+}
+
+func (x *SSMStateExportResponse_Value) GetInfo() *SSMStateInfo {
+	if x != nil {
+		return x.Info
+	}
+	return nil
+}
+
+func (x *SSMStateExportResponse_Value) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *SSMStateExportResponse_Value) GetFileName() string {
+	if x != nil {
+		return x.FileName
+	}
+	return ""
+}
+
+func (x *SSMStateExportResponse_Value) GetDevice() uint64 {
+	if x != nil {
+		return x.Device
+	}
+	return 0
+}
+
+func (x *SSMStateExportResponse_Value) GetInode() uint64 {
+	if x != nil {
+		return x.Inode
+	}
+	return 0
+}
+
+func (x *SSMStateExportResponse_Value) GetSizeBytes() uint64 {
+	if x != nil {
+		return x.SizeBytes
+	}
+	return 0
+}
+
+func (x *SSMStateExportResponse_Value) GetDataOffsetBytes() uint64 {
+	if x != nil {
+		return x.DataOffsetBytes
 	}
 	return 0
 }
@@ -679,16 +921,38 @@ const file_pion_v1_ssm_state_proto_rawDesc = "" +
 	"\x15SSMStateFetchResponse\x126\n" +
 	"\x06header\x18\x01 \x01(\v2\x1c.pion.v1.SSMStateFetchHeaderH\x00R\x06header\x12*\n" +
 	"\x05bytes\x18\x02 \x01(\v2\x12.pion.v1.PartChunkH\x00R\x05bytesB\t\n" +
-	"\amessage\"T\n" +
+	"\amessage\"_\n" +
+	"\x15SSMStateExportRequest\x12\x18\n" +
+	"\asession\x18\x01 \x01(\tR\asession\x12\x16\n" +
+	"\x06layers\x18\x02 \x03(\rR\x06layers\x12\x14\n" +
+	"\x05probe\x18\x03 \x01(\bR\x05probe\"\x95\x03\n" +
+	"\x16SSMStateExportResponse\x12\x1c\n" +
+	"\tdirectory\x18\x01 \x01(\tR\tdirectory\x12\x1d\n" +
+	"\n" +
+	"host_token\x18\x02 \x01(\fR\thostToken\x12=\n" +
+	"\x06values\x18\x03 \x03(\v2%.pion.v1.SSMStateExportResponse.ValueR\x06values\x1a\xfe\x01\n" +
+	"\x05Value\x12\x14\n" +
+	"\x05layer\x18\x01 \x01(\rR\x05layer\x12)\n" +
+	"\x04info\x18\x02 \x01(\v2\x15.pion.v1.SSMStateInfoR\x04info\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x03 \x01(\x04R\n" +
+	"generation\x12\x1b\n" +
+	"\tfile_name\x18\x04 \x01(\tR\bfileName\x12\x16\n" +
+	"\x06device\x18\x05 \x01(\x04R\x06device\x12\x14\n" +
+	"\x05inode\x18\x06 \x01(\x04R\x05inode\x12\x1d\n" +
+	"\n" +
+	"size_bytes\x18\a \x01(\x04R\tsizeBytes\x12*\n" +
+	"\x11data_offset_bytes\x18\b \x01(\x04R\x0fdataOffsetBytes\"T\n" +
 	"\x13SSMStateDropRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x19\n" +
 	"\x05layer\x18\x02 \x01(\rH\x00R\x05layer\x88\x01\x01B\b\n" +
 	"\x06_layer\";\n" +
 	"\x14SSMStateDropResponse\x12#\n" +
-	"\rdropped_count\x18\x01 \x01(\rR\fdroppedCount2\xe3\x01\n" +
+	"\rdropped_count\x18\x01 \x01(\rR\fdroppedCount2\xae\x02\n" +
 	"\bSSMState\x12H\n" +
 	"\x05Store\x12\x1d.pion.v1.SSMStateStoreRequest\x1a\x1e.pion.v1.SSMStateStoreResponse(\x01\x12H\n" +
-	"\x05Fetch\x12\x1d.pion.v1.SSMStateFetchRequest\x1a\x1e.pion.v1.SSMStateFetchResponse0\x01\x12C\n" +
+	"\x05Fetch\x12\x1d.pion.v1.SSMStateFetchRequest\x1a\x1e.pion.v1.SSMStateFetchResponse0\x01\x12I\n" +
+	"\x06Export\x12\x1e.pion.v1.SSMStateExportRequest\x1a\x1f.pion.v1.SSMStateExportResponse\x12C\n" +
 	"\x04Drop\x12\x1c.pion.v1.SSMStateDropRequest\x1a\x1d.pion.v1.SSMStateDropResponseBv\n" +
 	"\vcom.pion.v1B\rSsmStateProtoP\x01Z\x1bpion-grpc/clients/go/pionv1\xa2\x02\x03PXX\xaa\x02\aPion.V1\xca\x02\aPion\\V1\xe2\x02\x13Pion\\V1\\GPBMetadata\xea\x02\bPion::V1b\x06proto3"
 
@@ -704,40 +968,47 @@ func file_pion_v1_ssm_state_proto_rawDescGZIP() []byte {
 	return file_pion_v1_ssm_state_proto_rawDescData
 }
 
-var file_pion_v1_ssm_state_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_pion_v1_ssm_state_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_pion_v1_ssm_state_proto_goTypes = []any{
-	(*SSMStateInfo)(nil),          // 0: pion.v1.SSMStateInfo
-	(*SSMStateStoreHeader)(nil),   // 1: pion.v1.SSMStateStoreHeader
-	(*SSMStateStoreRequest)(nil),  // 2: pion.v1.SSMStateStoreRequest
-	(*SSMStateStoreResponse)(nil), // 3: pion.v1.SSMStateStoreResponse
-	(*SSMStateFetchRequest)(nil),  // 4: pion.v1.SSMStateFetchRequest
-	(*SSMStateFetchHeader)(nil),   // 5: pion.v1.SSMStateFetchHeader
-	(*SSMStateFetchResponse)(nil), // 6: pion.v1.SSMStateFetchResponse
-	(*SSMStateDropRequest)(nil),   // 7: pion.v1.SSMStateDropRequest
-	(*SSMStateDropResponse)(nil),  // 8: pion.v1.SSMStateDropResponse
-	(Durability)(0),               // 9: pion.v1.Durability
-	(*PartChunk)(nil),             // 10: pion.v1.PartChunk
+	(*SSMStateInfo)(nil),                 // 0: pion.v1.SSMStateInfo
+	(*SSMStateStoreHeader)(nil),          // 1: pion.v1.SSMStateStoreHeader
+	(*SSMStateStoreRequest)(nil),         // 2: pion.v1.SSMStateStoreRequest
+	(*SSMStateStoreResponse)(nil),        // 3: pion.v1.SSMStateStoreResponse
+	(*SSMStateFetchRequest)(nil),         // 4: pion.v1.SSMStateFetchRequest
+	(*SSMStateFetchHeader)(nil),          // 5: pion.v1.SSMStateFetchHeader
+	(*SSMStateFetchResponse)(nil),        // 6: pion.v1.SSMStateFetchResponse
+	(*SSMStateExportRequest)(nil),        // 7: pion.v1.SSMStateExportRequest
+	(*SSMStateExportResponse)(nil),       // 8: pion.v1.SSMStateExportResponse
+	(*SSMStateDropRequest)(nil),          // 9: pion.v1.SSMStateDropRequest
+	(*SSMStateDropResponse)(nil),         // 10: pion.v1.SSMStateDropResponse
+	(*SSMStateExportResponse_Value)(nil), // 11: pion.v1.SSMStateExportResponse.Value
+	(Durability)(0),                      // 12: pion.v1.Durability
+	(*PartChunk)(nil),                    // 13: pion.v1.PartChunk
 }
 var file_pion_v1_ssm_state_proto_depIdxs = []int32{
 	0,  // 0: pion.v1.SSMStateStoreHeader.info:type_name -> pion.v1.SSMStateInfo
-	9,  // 1: pion.v1.SSMStateStoreHeader.durability:type_name -> pion.v1.Durability
+	12, // 1: pion.v1.SSMStateStoreHeader.durability:type_name -> pion.v1.Durability
 	1,  // 2: pion.v1.SSMStateStoreRequest.header:type_name -> pion.v1.SSMStateStoreHeader
-	10, // 3: pion.v1.SSMStateStoreRequest.bytes:type_name -> pion.v1.PartChunk
-	9,  // 4: pion.v1.SSMStateStoreResponse.durability:type_name -> pion.v1.Durability
+	13, // 3: pion.v1.SSMStateStoreRequest.bytes:type_name -> pion.v1.PartChunk
+	12, // 4: pion.v1.SSMStateStoreResponse.durability:type_name -> pion.v1.Durability
 	0,  // 5: pion.v1.SSMStateFetchHeader.info:type_name -> pion.v1.SSMStateInfo
 	5,  // 6: pion.v1.SSMStateFetchResponse.header:type_name -> pion.v1.SSMStateFetchHeader
-	10, // 7: pion.v1.SSMStateFetchResponse.bytes:type_name -> pion.v1.PartChunk
-	2,  // 8: pion.v1.SSMState.Store:input_type -> pion.v1.SSMStateStoreRequest
-	4,  // 9: pion.v1.SSMState.Fetch:input_type -> pion.v1.SSMStateFetchRequest
-	7,  // 10: pion.v1.SSMState.Drop:input_type -> pion.v1.SSMStateDropRequest
-	3,  // 11: pion.v1.SSMState.Store:output_type -> pion.v1.SSMStateStoreResponse
-	6,  // 12: pion.v1.SSMState.Fetch:output_type -> pion.v1.SSMStateFetchResponse
-	8,  // 13: pion.v1.SSMState.Drop:output_type -> pion.v1.SSMStateDropResponse
-	11, // [11:14] is the sub-list for method output_type
-	8,  // [8:11] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	13, // 7: pion.v1.SSMStateFetchResponse.bytes:type_name -> pion.v1.PartChunk
+	11, // 8: pion.v1.SSMStateExportResponse.values:type_name -> pion.v1.SSMStateExportResponse.Value
+	0,  // 9: pion.v1.SSMStateExportResponse.Value.info:type_name -> pion.v1.SSMStateInfo
+	2,  // 10: pion.v1.SSMState.Store:input_type -> pion.v1.SSMStateStoreRequest
+	4,  // 11: pion.v1.SSMState.Fetch:input_type -> pion.v1.SSMStateFetchRequest
+	7,  // 12: pion.v1.SSMState.Export:input_type -> pion.v1.SSMStateExportRequest
+	9,  // 13: pion.v1.SSMState.Drop:input_type -> pion.v1.SSMStateDropRequest
+	3,  // 14: pion.v1.SSMState.Store:output_type -> pion.v1.SSMStateStoreResponse
+	6,  // 15: pion.v1.SSMState.Fetch:output_type -> pion.v1.SSMStateFetchResponse
+	8,  // 16: pion.v1.SSMState.Export:output_type -> pion.v1.SSMStateExportResponse
+	10, // 17: pion.v1.SSMState.Drop:output_type -> pion.v1.SSMStateDropResponse
+	14, // [14:18] is the sub-list for method output_type
+	10, // [10:14] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_pion_v1_ssm_state_proto_init() }
@@ -754,14 +1025,14 @@ func file_pion_v1_ssm_state_proto_init() {
 		(*SSMStateFetchResponse_Header)(nil),
 		(*SSMStateFetchResponse_Bytes)(nil),
 	}
-	file_pion_v1_ssm_state_proto_msgTypes[7].OneofWrappers = []any{}
+	file_pion_v1_ssm_state_proto_msgTypes[9].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pion_v1_ssm_state_proto_rawDesc), len(file_pion_v1_ssm_state_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   9,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -19,9 +19,10 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	SSMState_Store_FullMethodName = "/pion.v1.SSMState/Store"
-	SSMState_Fetch_FullMethodName = "/pion.v1.SSMState/Fetch"
-	SSMState_Drop_FullMethodName  = "/pion.v1.SSMState/Drop"
+	SSMState_Store_FullMethodName  = "/pion.v1.SSMState/Store"
+	SSMState_Fetch_FullMethodName  = "/pion.v1.SSMState/Fetch"
+	SSMState_Export_FullMethodName = "/pion.v1.SSMState/Export"
+	SSMState_Drop_FullMethodName   = "/pion.v1.SSMState/Drop"
 )
 
 // SSMStateClient is the client API for SSMState service.
@@ -37,6 +38,9 @@ type SSMStateClient interface {
 	// Streams one value back: a header, then its bytes. If it is not stored, the header says so and the
 	// stream ends, with status OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
 	Fetch(ctx context.Context, in *SSMStateFetchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SSMStateFetchResponse], error)
+	// Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
+	// Errors: INVALID, CORRUPT, NO_BACKEND (switched off; stream instead).
+	Export(ctx context.Context, in *SSMStateExportRequest, opts ...grpc.CallOption) (*SSMStateExportResponse, error)
 	// Drops one layer of a session, or all. Errors: INVALID.
 	Drop(ctx context.Context, in *SSMStateDropRequest, opts ...grpc.CallOption) (*SSMStateDropResponse, error)
 }
@@ -81,6 +85,16 @@ func (c *sSMStateClient) Fetch(ctx context.Context, in *SSMStateFetchRequest, op
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type SSMState_FetchClient = grpc.ServerStreamingClient[SSMStateFetchResponse]
 
+func (c *sSMStateClient) Export(ctx context.Context, in *SSMStateExportRequest, opts ...grpc.CallOption) (*SSMStateExportResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SSMStateExportResponse)
+	err := c.cc.Invoke(ctx, SSMState_Export_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *sSMStateClient) Drop(ctx context.Context, in *SSMStateDropRequest, opts ...grpc.CallOption) (*SSMStateDropResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(SSMStateDropResponse)
@@ -104,6 +118,9 @@ type SSMStateServer interface {
 	// Streams one value back: a header, then its bytes. If it is not stored, the header says so and the
 	// stream ends, with status OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
 	Fetch(*SSMStateFetchRequest, grpc.ServerStreamingServer[SSMStateFetchResponse]) error
+	// Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
+	// Errors: INVALID, CORRUPT, NO_BACKEND (switched off; stream instead).
+	Export(context.Context, *SSMStateExportRequest) (*SSMStateExportResponse, error)
 	// Drops one layer of a session, or all. Errors: INVALID.
 	Drop(context.Context, *SSMStateDropRequest) (*SSMStateDropResponse, error)
 	mustEmbedUnimplementedSSMStateServer()
@@ -121,6 +138,9 @@ func (UnimplementedSSMStateServer) Store(grpc.ClientStreamingServer[SSMStateStor
 }
 func (UnimplementedSSMStateServer) Fetch(*SSMStateFetchRequest, grpc.ServerStreamingServer[SSMStateFetchResponse]) error {
 	return status.Error(codes.Unimplemented, "method Fetch not implemented")
+}
+func (UnimplementedSSMStateServer) Export(context.Context, *SSMStateExportRequest) (*SSMStateExportResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Export not implemented")
 }
 func (UnimplementedSSMStateServer) Drop(context.Context, *SSMStateDropRequest) (*SSMStateDropResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Drop not implemented")
@@ -164,6 +184,24 @@ func _SSMState_Fetch_Handler(srv interface{}, stream grpc.ServerStream) error {
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type SSMState_FetchServer = grpc.ServerStreamingServer[SSMStateFetchResponse]
 
+func _SSMState_Export_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SSMStateExportRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SSMStateServer).Export(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SSMState_Export_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SSMStateServer).Export(ctx, req.(*SSMStateExportRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SSMState_Drop_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(SSMStateDropRequest)
 	if err := dec(in); err != nil {
@@ -189,6 +227,10 @@ var SSMState_ServiceDesc = grpc.ServiceDesc{
 	ServiceName: "pion.v1.SSMState",
 	HandlerType: (*SSMStateServer)(nil),
 	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "Export",
+			Handler:    _SSMState_Export_Handler,
+		},
 		{
 			MethodName: "Drop",
 			Handler:    _SSMState_Drop_Handler,

@@ -106,8 +106,8 @@ class Client(AttendMixin):
         self._calls = Calls(self._connection, timeout_s, stall_timeout_s)
         self._lanes = Lanes(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
         self._routes = Routes(self._connection.everywhere)
-        self.states = States(self._calls, bytes_max=fetch_bytes_max)
-        """Recurrent state: `states.store`, `states.fetch`, `states.drop`."""
+        self.states = States(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
+        """Recurrent state: `states.store`, `fetch`, `fetch_all`, `drop`."""
         self.attending = Attending(self._calls, self._routes)
 
     def __repr__(self) -> str:

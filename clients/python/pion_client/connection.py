@@ -139,7 +139,9 @@ class Stubs:
         self.describe = prefixes.Describe
         self.state_store: Any = channel.stream_unary("/pion.v1.SSMState/Store")
         self.state_fetch: Any = channel.unary_stream("/pion.v1.SSMState/Fetch")
-        self.state_drop = SSMStateStub(channel).Drop
+        states = SSMStateStub(channel)
+        self.state_export = states.Export
+        self.state_drop = states.Drop
         self.receipt = stats.Get
         self.reset_receipt = stats.Reset
         attend = AttendStub(channel)

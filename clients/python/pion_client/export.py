@@ -1,4 +1,4 @@
-"""The same-host lane: rows are read from the server's own files, no tensor byte crosses the wire.
+"""The same-host lane: what is stored is read from the server's own files, no byte crosses the wire.
 
 What the server names is not believed. A directory is taken for the server's only if its `host-token`, a
 regular file and no link, holds exactly the token that the server sent: a server that does not share
@@ -16,7 +16,7 @@ import functools
 import os
 import stat
 from collections.abc import Container, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from crc32c import crc32c
@@ -31,12 +31,14 @@ from pion_client.arrays import (
     layers_of,
     mlx_core,
 )
+from pion_client.errors import BadAnswer
 from pion_client.fetching import Announced, Progress, parts_of
 from pion_client.values import Array, Encoded, Part
 from pion_wire import limits
 from pion_wire.layout import Layout, PartInfo, TensorLayout
 from pion_wire.segment import SegmentError, SegmentLayout, header_length, parse_header
 from pion_wire.v1 import prefix_store_pb2 as pb
+from pion_wire.v1 import ssm_state_pb2 as ssm
 
 LEASE_MS = 2_000
 """Until every file is open; leased files cannot be evicted, so not for longer."""
@@ -44,6 +46,8 @@ HOST_TOKEN = "host-token"
 HOST_TOKEN_BYTES = 32
 _IO_BYTES_MAX = 1 << 30
 """In one read: Linux moves less than 2 GiB at a time."""
+_MLX_BYTES_MAX = (1 << 31) - 1
+"""In one array: MLX counts in signed 32 bits."""
 _MOSTLY = 0.5
 """`mx.load` takes half as long per byte as reading rows and having MLX copy them."""
 
@@ -54,6 +58,23 @@ class CannotExport(Exception):
     def __init__(self, reason: str, *, lasting: bool = False) -> None:
         super().__init__(reason)
         self.lasting = lasting
+
+
+class Named(Protocol):
+    """A file that the server names."""
+
+    file_name: str
+    device: int
+    inode: int
+    size_bytes: int
+    data_offset_bytes: int
+
+
+class Answer(Protocol):
+    """Where the server says that they are."""
+
+    directory: str
+    host_token: bytes
 
 
 class _Extent(NamedTuple):
@@ -76,13 +97,63 @@ class _PartPlace(NamedTuple):
     offset: int
 
 
-def check_readable(answer: pb.PrefixStoreExportResponse) -> None:
-    """Raises CannotExport unless the server's directory is this host's, and can be read."""
-    directory = _open_directory(answer.directory)
-    try:
-        _check_token(directory, answer.host_token)
-    finally:
-        os.close(directory)
+class OpenFiles:
+    """The server's directory, and files in it that are open. Close it."""
+
+    def __init__(self, answer: Answer) -> None:
+        """Opens the directory.
+
+        Raises:
+            CannotExport: it is not this host's, or cannot be read.
+        """
+        self._segments: dict[int, SegmentLayout] = {}
+        self._stack = contextlib.ExitStack()
+        with self._stack:
+            self._directory = self._keep(_open_directory(answer.directory))
+            _check_token(self._directory, answer.host_token)
+            self._stack = self._stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes everything."""
+        self._stack.close()
+
+    def open(self, named: Named) -> tuple[int, SegmentLayout]:
+        """Opens a file, and returns its descriptor and header.
+
+        Raises:
+            CannotExport: it is not the one that was named, or no segment.
+        """
+        descriptor = self._keep(_open_inside(self._directory, named.file_name))
+        status = os.fstat(descriptor)
+        identity = named.device, named.inode, named.size_bytes
+        if not stat.S_ISREG(status.st_mode):
+            raise CannotExport(f"{named.file_name} is no regular file")
+        if (status.st_dev, status.st_ino, status.st_size) != identity:
+            raise CannotExport(f"{named.file_name} is another file than the server's")
+        header = _read_header(descriptor, named.file_name)
+        if (header.data_offset, header.file_bytes) != (named.data_offset_bytes, status.st_size):
+            raise CannotExport(f"{named.file_name} is not laid out as announced")
+        self._segments[descriptor] = header
+        return descriptor, header
+
+    def verify(self) -> None:
+        """Reads every page of every file against its checksum.
+
+        Raises:
+            CannotExport: one differs; the server finds it too when it is asked to stream.
+        """
+        for descriptor, header in self._segments.items():
+            _verify(descriptor, header)
+
+    def _keep(self, descriptor: int) -> int:
+        self._stack.callback(os.close, descriptor)
+        return descriptor
 
 
 class Exported:
@@ -104,14 +175,10 @@ class Exported:
             BadAnswer: more bytes are announced than the caller wants.
             InvalidRequest: decoded, a row would be too long.
         """
-        self._stack = contextlib.ExitStack()
-        with self._stack:
-            directory = self._keep(_open_directory(answer.directory))
-            _check_token(directory, answer.host_token)
+        with contextlib.ExitStack() as stack:
+            self._files = stack.enter_context(OpenFiles(answer))
             prefix = answers.prefix_info(answer.prefix)
-            self._extents = [
-                self._open(directory, extent, prefix.layout) for extent in answer.extents
-            ]
+            self._extents = [self._open(extent, prefix.layout) for extent in answer.extents]
             rows = answer.rows.begin, answer.rows.end
             _check_rows(self._extents, *rows)
             self._found_parts = self._find_parts(prefix.parts, rows[1], part_kinds)
@@ -123,22 +190,15 @@ class Exported:
                 prefix, Layout(wanted), rows, answer.token_ids, parts, answer.shortened_by
             )
             self._tensors = self.announced.check(bytes_max, keep)
-            self._stack = self._stack.pop_all()
+            stack.pop_all()
 
     def close(self) -> None:
         """Closes the files."""
-        self._stack.close()
+        self._files.close()
 
     def verify(self) -> None:
-        """Reads every page of every file against its checksum.
-
-        Raises:
-            CannotExport: one differs; the server finds it too when it is asked to stream.
-        """
-        for descriptor, header in {
-            extent.descriptor: extent.header for extent in self._extents
-        }.items():
-            _verify(descriptor, header)
+        """Checks every page of the files; raises as `OpenFiles.verify` does."""
+        self._files.verify()
 
     def layers(self, *, as_mlx: bool, progress: Progress | None = None) -> Layers:
         """Returns the tensors by slot; MLX arrays are evaluated.
@@ -165,34 +225,12 @@ class Exported:
 
         With `as_mlx` their bytes are those of evaluated MLX arrays, which `memoryview.obj` is.
         """
-        if as_mlx:
-            return parts_of(self.announced.parts, self._load_parts())
-        memory = []
-        for place in self._found_parts:
-            data = np.empty(place.info.size_bytes, np.uint8)
-            _read_into(place.descriptor, data, place.offset)
-            memory.append(data.data)
-        return parts_of(self.announced.parts, memory)
+        return parts_of(self.announced.parts, _part_bytes(self._found_parts, as_mlx=as_mlx))
 
     # Opening
 
-    def _keep(self, descriptor: int) -> int:
-        self._stack.callback(os.close, descriptor)
-        return descriptor
-
-    def _open(
-        self, directory: int, extent: pb.PrefixStoreExportResponse.Extent, layout: Layout
-    ) -> _Extent:
-        descriptor = self._keep(_open_inside(directory, extent.file_name))
-        status = os.fstat(descriptor)
-        named = extent.device, extent.inode, extent.size_bytes
-        if not stat.S_ISREG(status.st_mode):
-            raise CannotExport(f"{extent.file_name} is no regular file")
-        if (status.st_dev, status.st_ino, status.st_size) != named:
-            raise CannotExport(f"{extent.file_name} is another file than the server's")
-        header = _read_header(descriptor, extent.file_name)
-        if (header.data_offset, header.file_bytes) != (extent.data_offset_bytes, status.st_size):
-            raise CannotExport(f"{extent.file_name} is not laid out as announced")
+    def _open(self, extent: pb.PrefixStoreExportResponse.Extent, layout: Layout) -> _Extent:
+        descriptor, header = self._files.open(extent)
         if header.layout != layout:
             raise CannotExport(f"{extent.file_name} has another layout")
         rows_end = extent.file_row + extent.row_count
@@ -249,19 +287,6 @@ class Exported:
             raise CannotExport(f"MLX cannot read the files: {error}") from error
         return {tensor: given(tensor, loaded) for tensor, loaded in arrays.items()}
 
-    def _load_parts(self) -> list[memoryview]:
-        mx = mlx_core()
-        try:
-            files = {
-                descriptor: mx.load(f"/dev/fd/{descriptor}", format="safetensors")
-                for descriptor in {place.descriptor for place in self._found_parts}
-            }
-            arrays = [files[place.descriptor][place.name] for place in self._found_parts]
-            mx.eval(arrays)
-        except RuntimeError as error:  # MLX's word for a file that ends too early
-            raise CannotExport(f"MLX cannot read the files: {error}") from error
-        return [memoryview(array) if array.size else memoryview(b"") for array in arrays]
-
     def _joined(self, mx: Any, files: list[Any], name: str) -> Array:
         pieces = []
         for file, extent in zip(files, self._extents, strict=True):
@@ -295,6 +320,78 @@ class Exported:
             offset = extent.header.data_offset + extent.header.arrays[name].begin
             offset += extent.file_row * row_bytes
             _read_into(extent.descriptor, room[begin:end], offset)
+
+
+class ExportedStates:
+    """The open files of recurrent states, each the only part of its own. Close it."""
+
+    def __init__(self, answer: ssm.SSMStateExportResponse, *, bytes_max: int) -> None:
+        """Opens everything and holds it against what was announced.
+
+        Raises:
+            CannotExport: it cannot be used; stream instead.
+            BadAnswer: more bytes are announced than the caller wants.
+        """
+        total = sum(value.info.size_bytes for value in answer.values)
+        if total > bytes_max:
+            raise BadAnswer(f"{total} bytes were announced, {bytes_max} are wanted")
+        with contextlib.ExitStack() as stack:
+            self._files = stack.enter_context(OpenFiles(answer))
+            self._places = [self._open(value) for value in answer.values]
+            stack.pop_all()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._files.close()
+
+    def verify(self) -> None:
+        """Checks every page of the files; raises as `OpenFiles.verify` does."""
+        self._files.verify()
+
+    def data(self, *, as_mlx: bool) -> list[memoryview]:
+        """Returns the bytes of each value, of MLX arrays as `Exported.parts` does.
+
+        Raises:
+            CannotExport: a file ends too early.
+        """
+        return _part_bytes(self._places, as_mlx=as_mlx)
+
+    def _open(self, value: ssm.SSMStateExportResponse.Value) -> _PartPlace:
+        descriptor, header = self._files.open(value)
+        info = value.info
+        part = PartInfo(
+            "state", value.layer, info.boundary_tokens, info.size_bytes, info.description
+        )
+        if (header.parts, header.model_id) != ((part,), info.model_id):
+            raise CannotExport(f"{value.file_name} holds something else than announced")
+        offset = header.data_offset + header.arrays["part.0"].begin
+        return _PartPlace(part, descriptor, "part.0", offset)
+
+
+def _part_bytes(places: Sequence[_PartPlace], *, as_mlx: bool) -> list[memoryview]:
+    """Reads parts, each into memory of its own."""
+    if as_mlx and all(place.info.size_bytes <= _MLX_BYTES_MAX for place in places):
+        return _load_parts(places)
+    memory = []
+    for place in places:
+        data = np.empty(place.info.size_bytes, np.uint8)
+        _read_into(place.descriptor, data, place.offset)
+        memory.append(data.data)
+    return memory
+
+
+def _load_parts(places: Sequence[_PartPlace]) -> list[memoryview]:
+    mx = mlx_core()
+    try:
+        files = {
+            descriptor: mx.load(f"/dev/fd/{descriptor}", format="safetensors")
+            for descriptor in {place.descriptor for place in places}
+        }
+        arrays = [files[place.descriptor][place.name] for place in places]
+        mx.eval(arrays)
+    except RuntimeError as error:  # MLX's word for a file that ends too early
+        raise CannotExport(f"MLX cannot read the files: {error}") from error
+    return [memoryview(array) if array.size else memoryview(b"") for array in arrays]
 
 
 _parsed = functools.lru_cache(maxsize=32)(parse_header)

@@ -4,34 +4,92 @@ The caller sees no difference but in `transport` and `transport_reason`. A lane 
 server is elsewhere, or does not export) is not tried again.
 """
 
-from collections.abc import Container
-from typing import Literal
+from collections.abc import Callable, Container
+from typing import Any, Literal, TypeVar
+
+from google.protobuf.message import Message
 
 from pion_client.arrays import Layers
 from pion_client.calls import Calls
 from pion_client.connection import Deadline, retried
-from pion_client.errors import GenerationDiffers, NotStored, NotSupported
-from pion_client.export import LEASE_MS, CannotExport, Exported, check_readable
+from pion_client.errors import DataCorrupt, GenerationDiffers, NotStored, NotSupported
+from pion_client.export import LEASE_MS, CannotExport, Exported, OpenFiles
 from pion_client.fetching import Announced, Progress, Reception
 from pion_client.receiving import receive_whole
 from pion_client.values import Part, Prefix
 from pion_wire.layout import Layout
 from pion_wire.v1 import prefix_store_pb2 as pb
 
+Transport = Literal["export", "stream"]
+Fetched = TypeVar("Fetched")
 
-class Lanes:
-    """How one client fetches."""
 
-    def __init__(self, calls: Calls, *, export: bool, verify: bool, bytes_max: int) -> None:
+class Lane:
+    """Whether a client can read the files that one method of the server names; it finds out once."""
+
+    def __init__(self, calls: Calls, method: str, *, export: bool) -> None:
         self._calls = calls
-        self._verify = verify
-        self._bytes_max = bytes_max
-        self._stream_because = ""
+        self._method = method
         self._readable = False
+        self._stream_because = ""
         if not export:
             self._stream_because = "export=False"
         elif not calls.connection.is_local:
             self._stream_because = "the server is not on this host"
+
+    def fetch(
+        self,
+        request: Message,
+        read: Callable[[Any], Fetched],
+        stream: Callable[[str], Fetched],
+        *,
+        route: str,
+        deadline: Deadline,
+    ) -> Fetched:
+        """Returns what `read` makes of the files that are named; else what `stream` brings, told why.
+
+        Raises:
+            Whatever the two raise, but CannotExport.
+        """
+        because = self._stream_because
+        if not because:
+            try:
+                self._probe(type(request), route, deadline)
+                return read(self._ask(request, route, deadline))
+            except CannotExport as why:
+                because = str(why)
+                if why.lasting:
+                    self._stream_because = because
+        return stream(because)
+
+    def _probe(self, kind: Callable[..., Message], route: str, deadline: Deadline) -> None:
+        """Finds out whether the server's files can be read here: what it exports, it counts."""
+        if not self._readable:
+            OpenFiles(self._ask(kind(probe=True), route, deadline)).close()
+            self._readable = True
+
+    def _ask(self, request: Message, route: str, deadline: Deadline) -> Any:
+        def ask() -> Any:
+            once = Deadline(min(self._calls.timeout_s, deadline.remaining_s))
+            return self._calls.call(self._method, request, route, once)
+
+        try:
+            return retried(ask, deadline)
+        except NotSupported as error:
+            raise CannotExport(f"the server does not export: {error}", lasting=True) from error
+        except (NotStored, DataCorrupt) as error:
+            # Or not with its parts, or in no segment yet: the stream decides.
+            raise CannotExport(str(error)) from error
+
+
+class Lanes:
+    """How one client fetches prefixes."""
+
+    def __init__(self, calls: Calls, *, export: bool, verify: bool, bytes_max: int) -> None:
+        self._calls = calls
+        self._lane = Lane(calls, "export", export=export)
+        self._verify = verify
+        self._bytes_max = bytes_max
 
     def fetch(
         self,
@@ -50,26 +108,13 @@ class Lanes:
             GenerationDiffers: there is something else.
             As `Client.fetch` does.
         """
-        because = self._stream_because
-        if not because:
-            try:
-                return self._from_files(asked, as_mlx, keep, progress, route, deadline)
-            except CannotExport as why:
-                because = str(why)
-                if why.lasting:
-                    self._stream_because = because
-        return self._from_stream(asked, as_mlx, keep, progress, route, deadline, because)
 
-    def _from_files(
-        self,
-        asked: pb.PrefixStoreFetchRequest,
-        as_mlx: bool,
-        keep: Container[str],
-        progress: Progress | None,
-        route: str,
-        deadline: Deadline,
-    ) -> Prefix:
-        self._probe(route, deadline)
+        def read(answer: pb.PrefixStoreExportResponse) -> Prefix | None:
+            return self._from_files(answer, asked, as_mlx, keep, progress)
+
+        def stream(because: str) -> Prefix | None:
+            return self._from_stream(asked, as_mlx, keep, progress, route, deadline, because)
+
         request = pb.PrefixStoreExportRequest(
             namespace=asked.namespace,
             lease_id=asked.lease_id,
@@ -79,13 +124,16 @@ class Lanes:
             part_kinds=asked.part_kinds,
             uncounted=asked.uncounted,
         )
+        return self._lane.fetch(request, read, stream, route=route, deadline=deadline)
 
-        try:
-            answer = self._export(request, route, deadline)
-        except (
-            NotStored
-        ) as error:  # or not with its parts, or in no segment yet: the stream decides
-            raise CannotExport(str(error)) from error
+    def _from_files(
+        self,
+        answer: pb.PrefixStoreExportResponse,
+        asked: pb.PrefixStoreFetchRequest,
+        as_mlx: bool,
+        keep: Container[str],
+        progress: Progress | None,
+    ) -> Prefix:
         exported = Exported(
             answer,
             slots=asked.slots,
@@ -102,27 +150,6 @@ class Lanes:
             return _prefix(exported.announced, exported.layout, layers, parts, "export", "")
         finally:
             exported.close()
-
-    def _probe(self, route: str, deadline: Deadline) -> None:
-        """Finds out once whether the server's files can be read here: what it exports, it counts."""
-        if self._readable:
-            return
-        answer = self._export(pb.PrefixStoreExportRequest(probe=True), route, deadline)
-        check_readable(answer)
-        self._readable = True
-
-    def _export(
-        self, request: pb.PrefixStoreExportRequest, route: str, deadline: Deadline
-    ) -> pb.PrefixStoreExportResponse:
-        def ask() -> pb.PrefixStoreExportResponse:
-            once = Deadline(min(self._calls.timeout_s, deadline.remaining_s))
-            answer: pb.PrefixStoreExportResponse = self._calls.call("export", request, route, once)
-            return answer
-
-        try:
-            return retried(ask, deadline)
-        except NotSupported as error:
-            raise CannotExport(f"the server does not export: {error}", lasting=True) from error
 
     def _from_stream(
         self,
@@ -157,7 +184,7 @@ def _prefix(
     layout: Layout,
     layers: Layers,
     parts: tuple[Part, ...],
-    transport: Literal["export", "stream"],
+    transport: Transport,
     because: str,
 ) -> Prefix:
     return Prefix(

@@ -1,13 +1,16 @@
 """Recurrent state on a server: one opaque value per session and layer, of any size.
 
 Knows the service SSMState; not what a value is made of (`arrays_cache` writes and reads one form). A
-value is stored and fetched as a whole: what a broken stream has brought is kept and the rest asked for,
-unless the value has been replaced meanwhile, and then everything comes anew.
+value is stored and fetched as a whole, on the server's host from its file (see `lanes`); else what a
+broken stream has brought is kept and the rest asked for, unless the value has been replaced meanwhile,
+and then everything comes anew.
 
 The one decision: a session is routed by its own name, always. What is stored under the same name as a
 prefix's moves nothing, and whoever knows the name finds what is there.
 """
 
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +20,10 @@ from google.protobuf.message import DecodeError
 from pion_client.answers import durability_value
 from pion_client.arrays import count, invalid, text
 from pion_client.calls import Calls
-from pion_client.errors import BadAnswer
+from pion_client.errors import BadAnswer, DataCorrupt
+from pion_client.export import ExportedStates
 from pion_client.fetching import DamagedChunk, Progress
+from pion_client.lanes import Lane, Transport
 from pion_client.receiving import receive_whole
 from pion_client.routes import by_name
 from pion_client.values import DurabilityName, Part
@@ -31,13 +36,16 @@ class State(NamedTuple):
     """One fetched value."""
 
     data: memoryview
-    """Its bytes, read-only."""
+    """Its bytes, read-only; with `as_mlx`, read from a file, those of the MLX array `data.obj`."""
     boundary_tokens: int
     """The state after this many tokens; 0 if whoever stored it did not say."""
     description: str
     """Cache class, data types and shapes, in the words of whoever stored it."""
     model: str
     generation: int
+    transport: Transport
+    transport_reason: str
+    """Why it was streamed."""
 
 
 class StateReception:
@@ -90,18 +98,12 @@ class StateReception:
         if self._progress is not None:
             self._progress(end, self._data.nbytes)
 
-    def state(self) -> State | None:
-        """Returns the value; None if there is none."""
+    def state(self, because: str) -> State | None:
+        """Returns the value, streamed for this reason; None if there is none."""
+        assert self.ended()
         if self.announced is None:
             return None
-        info = self.announced.info
-        return State(
-            self._data.data.toreadonly(),
-            info.boundary_tokens,
-            info.description,
-            info.model_id,
-            self.announced.generation,
-        )
+        return _state(self.announced, self._data.data, "stream", because)
 
     def _take_header(self, header: pb.SSMStateFetchHeader) -> None:
         if self._headed:
@@ -122,8 +124,10 @@ class StateReception:
 class States:
     """The states of one client."""
 
-    def __init__(self, calls: Calls, *, bytes_max: int) -> None:
+    def __init__(self, calls: Calls, *, export: bool, verify: bool, bytes_max: int) -> None:
         self._calls = calls
+        self._lane = Lane(calls, "state_export", export=export)
+        self._verify = verify
         self._bytes_max = bytes_max
 
     def store(
@@ -197,21 +201,38 @@ class States:
         session: str,
         layer: int,
         *,
+        as_mlx: bool = False,
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> State | None:
-        """Brings one value; None if it is not stored.
+        """Brings one value; None if it is not stored, or has been found damaged.
+
+        Args:
+            session, layer: whose.
+            as_mlx: read a file into an MLX array, which its bytes are then those of.
+            progress: called with (bytes received, bytes in all).
+            timeout_s: for everything; by default an hour.
 
         Raises:
             As `Client.fetch` does.
         """
-        asked = pb.SSMStateFetchRequest(
-            session=text("session", session), layer=count("layer", layer)
-        )
-        reception = StateReception(bytes_max=self._bytes_max, progress=progress)
-        deadline = self._calls.stream_deadline(timeout_s)
-        receive_whole(self._calls, "state_fetch", asked, reception, by_name(session), deadline)
-        return reception.state()
+        layer = count("layer", layer)
+        found = self._fetch(session, [layer], as_mlx, progress, timeout_s)
+        return found.get(layer)
+
+    def fetch_all(
+        self,
+        session: str,
+        layers: Iterable[int],
+        *,
+        as_mlx: bool = False,
+        timeout_s: float | None = None,
+    ) -> dict[int, State]:
+        """Brings the values of several layers, 1 to 1,000, as `fetch` does; those that are stored."""
+        numbers = list(dict.fromkeys(count("layers", layer) for layer in layers))
+        if not 1 <= len(numbers) <= limits.NAMES_MAX:
+            raise invalid("layers", f"{len(numbers)} where 1 to {limits.NAMES_MAX} go")
+        return self._fetch(session, numbers, as_mlx, None, timeout_s)
 
     def drop(
         self, session: str, layer: int | None = None, *, timeout_s: float | None = None
@@ -223,3 +244,70 @@ class States:
         )
         answer = self._calls.once("state_drop", request, by_name(session), timeout_s)
         return int(answer.dropped_count)
+
+    # Fetching
+
+    def _fetch(
+        self,
+        session: str,
+        layers: Sequence[int],
+        as_mlx: bool,
+        progress: Progress | None,
+        timeout_s: float | None,
+    ) -> dict[int, State]:
+        route, deadline = by_name(text("session", session)), self._calls.stream_deadline(timeout_s)
+
+        def read(answer: pb.SSMStateExportResponse) -> dict[int, State]:
+            return self._from_files(answer, as_mlx, progress)
+
+        def stream(because: str) -> dict[int, State]:
+            found: dict[int, State] = {}
+            for layer in layers:
+                left = self._bytes_max - sum(state.data.nbytes for state in found.values())
+                reception = StateReception(bytes_max=left, progress=progress)
+                asked = pb.SSMStateFetchRequest(session=session, layer=layer)
+                with contextlib.suppress(DataCorrupt):
+                    receive_whole(self._calls, "state_fetch", asked, reception, route, deadline)
+                    state = reception.state(because)
+                    if state is not None:
+                        found[layer] = state
+            return found
+
+        request = pb.SSMStateExportRequest(session=session, layers=layers)
+        return self._lane.fetch(request, read, stream, route=route, deadline=deadline)
+
+    def _from_files(
+        self, answer: pb.SSMStateExportResponse, as_mlx: bool, progress: Progress | None
+    ) -> dict[int, State]:
+        exported = ExportedStates(answer, bytes_max=self._bytes_max)
+        try:
+            if self._verify:
+                exported.verify()
+            data = exported.data(as_mlx=as_mlx)
+        finally:
+            exported.close()
+        total = sum(value.info.size_bytes for value in answer.values)
+        if progress is not None and total:
+            progress(total, total)
+        return {
+            value.layer: _state(value, memory, "export", "")
+            for value, memory in zip(answer.values, data, strict=True)
+        }
+
+
+def _state(
+    announced: pb.SSMStateFetchHeader | pb.SSMStateExportResponse.Value,
+    data: memoryview,
+    transport: Transport,
+    because: str,
+) -> State:
+    info = announced.info
+    return State(
+        data.toreadonly(),
+        info.boundary_tokens,
+        info.description,
+        info.model_id,
+        announced.generation,
+        transport,
+        because,
+    )

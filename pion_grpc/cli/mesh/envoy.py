@@ -35,7 +35,7 @@ CONNECTIONS_MAX = 10_000
 
 READS = {
     "PrefixStore": ("Lookup", "Match", "Fetch", "Export", "List", "Blocks", "Membership"),
-    "SSMState": ("Fetch",),
+    "SSMState": ("Fetch", "Export"),
     "Stats": ("Get",),
 }
 """Calls that change nothing: what failed before an answer began may be asked of another node."""

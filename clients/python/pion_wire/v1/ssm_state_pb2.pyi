@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from pion_wire.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -242,6 +244,128 @@ class SSMStateFetchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SSMStateFetchResponse: _TypeAlias = SSMStateFetchResponse  # noqa: Y015
+
+@_typing.final
+class SSMStateExportRequest(_message.Message):
+    """Asks for the files of values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The session. Required, unless `probe`."""
+    probe: _builtins.bool
+    """Whether only `directory` and `host_token` are wanted, to find out whether this client can read
+    them: nothing is looked up.
+    """
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The layers or cache slots: 1 to 1,000, none twice."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        probe: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "probe", b"probe", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SSMStateExportRequest: _TypeAlias = SSMStateExportRequest  # noqa: Y015
+
+@_typing.final
+class SSMStateExportResponse(_message.Message):
+    """The files of values. A client opens them only if `<directory>/host-token` is a regular file that
+    holds exactly `host_token`, the name stays inside the directory, and device, inode and size agree.
+    A value that is replaced, dropped or evicted takes its file along: one that cannot be opened any more
+    is streamed, and an opened one stays readable for ever.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Value(_message.Message):
+        """One value, alone in its file."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        LAYER_FIELD_NUMBER: _builtins.int
+        INFO_FIELD_NUMBER: _builtins.int
+        GENERATION_FIELD_NUMBER: _builtins.int
+        FILE_NAME_FIELD_NUMBER: _builtins.int
+        DEVICE_FIELD_NUMBER: _builtins.int
+        INODE_FIELD_NUMBER: _builtins.int
+        SIZE_BYTES_FIELD_NUMBER: _builtins.int
+        DATA_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+        layer: _builtins.int
+        """The layer."""
+        generation: _builtins.int
+        """Its generation."""
+        file_name: _builtins.str
+        """Relative to `directory`; a safetensors file whose tensor `part.0` is the value's bytes, and whose
+        tensor `crc32c` has the CRC-32C of each 256 KiB of them. Empty if it lies in no such file: stream.
+        """
+        device: _builtins.int
+        """st_dev of the file."""
+        inode: _builtins.int
+        """st_ino of the file."""
+        size_bytes: _builtins.int
+        """The file's size."""
+        data_offset_bytes: _builtins.int
+        """Where the value begins in the file (8 bytes of length and the JSON header before it)."""
+        @_builtins.property
+        def info(self) -> Global___SSMStateInfo:
+            """What it is."""
+
+        def __init__(
+            self,
+            *,
+            layer: _builtins.int = ...,
+            info: Global___SSMStateInfo | None = ...,
+            generation: _builtins.int = ...,
+            file_name: _builtins.str = ...,
+            device: _builtins.int = ...,
+            inode: _builtins.int = ...,
+            size_bytes: _builtins.int = ...,
+            data_offset_bytes: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["data_offset_bytes", b"data_offset_bytes", "device", b"device", "file_name", b"file_name", "generation", b"generation", "info", b"info", "inode", b"inode", "layer", b"layer", "size_bytes", b"size_bytes"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    HOST_TOKEN_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    """Absolute path of the data directory."""
+    host_token: _builtins.bytes
+    """32 random bytes that prove that both see the same directory."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___SSMStateExportResponse.Value]:
+        """In the order of the request, without those that are not stored."""
+
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str = ...,
+        host_token: _builtins.bytes = ...,
+        values: _abc.Iterable[Global___SSMStateExportResponse.Value] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "host_token", b"host_token", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SSMStateExportResponse: _TypeAlias = SSMStateExportResponse  # noqa: Y015
 
 @_typing.final
 class SSMStateDropRequest(_message.Message):

@@ -46,6 +46,11 @@ class SSMStateStub(object):
                 request_serializer=pion_dot_v1_dot_ssm__state__pb2.SSMStateFetchRequest.SerializeToString,
                 response_deserializer=pion_dot_v1_dot_ssm__state__pb2.SSMStateFetchResponse.FromString,
                 _registered_method=True)
+        self.Export = channel.unary_unary(
+                '/pion.v1.SSMState/Export',
+                request_serializer=pion_dot_v1_dot_ssm__state__pb2.SSMStateExportRequest.SerializeToString,
+                response_deserializer=pion_dot_v1_dot_ssm__state__pb2.SSMStateExportResponse.FromString,
+                _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/pion.v1.SSMState/Drop',
                 request_serializer=pion_dot_v1_dot_ssm__state__pb2.SSMStateDropRequest.SerializeToString,
@@ -74,6 +79,14 @@ class SSMStateServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Export(self, request, context):
+        """Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
+        Errors: INVALID, CORRUPT, NO_BACKEND (switched off; stream instead).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drop(self, request, context):
         """Drops one layer of a session, or all. Errors: INVALID.
         """
@@ -93,6 +106,11 @@ def add_SSMStateServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=pion_dot_v1_dot_ssm__state__pb2.SSMStateFetchRequest.FromString,
                     response_serializer=pion_dot_v1_dot_ssm__state__pb2.SSMStateFetchResponse.SerializeToString,
+            ),
+            'Export': grpc.unary_unary_rpc_method_handler(
+                    servicer.Export,
+                    request_deserializer=pion_dot_v1_dot_ssm__state__pb2.SSMStateExportRequest.FromString,
+                    response_serializer=pion_dot_v1_dot_ssm__state__pb2.SSMStateExportResponse.SerializeToString,
             ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
@@ -156,6 +174,33 @@ class SSMState(object):
             '/pion.v1.SSMState/Fetch',
             pion_dot_v1_dot_ssm__state__pb2.SSMStateFetchRequest.SerializeToString,
             pion_dot_v1_dot_ssm__state__pb2.SSMStateFetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Export(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pion.v1.SSMState/Export',
+            pion_dot_v1_dot_ssm__state__pb2.SSMStateExportRequest.SerializeToString,
+            pion_dot_v1_dot_ssm__state__pb2.SSMStateExportResponse.FromString,
             options,
             channel_credentials,
             insecure,

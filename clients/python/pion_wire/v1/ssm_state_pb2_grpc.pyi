@@ -43,6 +43,10 @@ class SSMStateStub:
     """Streams one value back: a header, then its bytes. If it is not stored, the header says so and the
     stream ends, with status OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
     """
+    Export: _grpc.UnaryUnaryMultiCallable[_ssm_state_pb2.SSMStateExportRequest, _ssm_state_pb2.SSMStateExportResponse]
+    """Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
+    Errors: INVALID, CORRUPT, NO_BACKEND (switched off; stream instead).
+    """
     Drop: _grpc.UnaryUnaryMultiCallable[_ssm_state_pb2.SSMStateDropRequest, _ssm_state_pb2.SSMStateDropResponse]
     """Drops one layer of a session, or all. Errors: INVALID."""
 
@@ -60,6 +64,10 @@ class SSMStateAsyncStub(SSMStateStub):
     Fetch: _aio.UnaryStreamMultiCallable[_ssm_state_pb2.SSMStateFetchRequest, _ssm_state_pb2.SSMStateFetchResponse]  # type: ignore[assignment]
     """Streams one value back: a header, then its bytes. If it is not stored, the header says so and the
     stream ends, with status OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
+    """
+    Export: _aio.UnaryUnaryMultiCallable[_ssm_state_pb2.SSMStateExportRequest, _ssm_state_pb2.SSMStateExportResponse]  # type: ignore[assignment]
+    """Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
+    Errors: INVALID, CORRUPT, NO_BACKEND (switched off; stream instead).
     """
     Drop: _aio.UnaryUnaryMultiCallable[_ssm_state_pb2.SSMStateDropRequest, _ssm_state_pb2.SSMStateDropResponse]  # type: ignore[assignment]
     """Drops one layer of a session, or all. Errors: INVALID."""
@@ -87,6 +95,16 @@ class SSMStateServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_ssm_state_pb2.SSMStateFetchResponse], _abc.AsyncIterator[_ssm_state_pb2.SSMStateFetchResponse]]:
         """Streams one value back: a header, then its bytes. If it is not stored, the header says so and the
         stream ends, with status OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
+        """
+
+    @_abc_1.abstractmethod
+    def Export(
+        self,
+        request: _ssm_state_pb2.SSMStateExportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ssm_state_pb2.SSMStateExportResponse, _abc.Awaitable[_ssm_state_pb2.SSMStateExportResponse]]:
+        """Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
+        Errors: INVALID, CORRUPT, NO_BACKEND (switched off; stream instead).
         """
 
     @_abc_1.abstractmethod
