@@ -22,7 +22,7 @@ def test_a_mesh_that_is_measured_does_not_answer_otherwise(tmp_path, encrypted: 
             mesh._put_small(through)
             for client in (through, direct):
                 mesh._look_up(client, mesh.SMALL_PREFIXES - 1)
-            with Client(proxy.address, export=False) as plain:
+            with Client(proxy.address, export=False, timeout_s=0.5) as plain:
                 if encrypted:
                     with pytest.raises(errors.Unavailable):
                         plain.describe()

@@ -253,7 +253,7 @@ def test_no_call_outlives_its_deadline(
 
 
 def test_a_server_that_is_down_is_told_from_a_miss() -> None:
-    with Client("127.0.0.1:1") as client:
+    with Client("127.0.0.1:1", timeout_s=0.5) as client:
         for call in (client.describe, lambda: client.fetch("name"), lambda: client.drop("name")):
             with pytest.raises(Unavailable) as down:
                 call()
@@ -284,7 +284,7 @@ def restarted_meanwhile(
     server.kill()
     threads = [threading.Thread(target=start_server, kwargs={"listen": server.address})]
     with remote(server.address) as other, pytest.raises(Unavailable):
-        other.fetch("name")  # three tries: longer than a call without patience takes
+        other.fetch("name", tries=3)  # longer than a call without patience takes
     threads[0].start()
     try:
         return call()

@@ -226,7 +226,7 @@ def test_a_read_is_tried_again_where_that_is_safe(peer: Peer, broken: Any) -> No
     peer.statuses = [
         broken,
         broken,
-        pb.PrefixStoreDescribeResponse(version="9").SerializeToString(),
+        HERE,
     ]
     with Client(peer.address) as client:
         assert client.describe().version == "9"
@@ -251,25 +251,45 @@ def test_a_read_is_not_tried_again_where_that_is_useless(peer: Peer, refusal: An
     assert peer.statuses == [b""]
 
 
-def test_a_read_is_not_tried_for_ever(peer: Peer) -> None:
-    peer.statuses = [BROKEN] * 10
-    with Client(peer.address) as client, pytest.raises(errors.Unavailable):
-        client.describe()
-    assert len(peer.statuses) == 7
+HERE = pb.PrefixStoreDescribeResponse(version="9").SerializeToString()
+NOT_STORED = b"\x0a\x00"
+"""Of a stream: a header, nothing found."""
 
 
-def test_a_server_that_was_there_is_waited_for_while_it_is_restarted(peer: Peer) -> None:
-    here = pb.PrefixStoreDescribeResponse(version="9").SerializeToString()
-    peer.statuses = [here, *[AWAY] * 5, here]
+def test_a_server_is_waited_for_while_it_is_restarted(peer: Peer) -> None:
+    peer.statuses = [*[AWAY] * 5, HERE, *[AWAY] * 5, HERE]
     with Client(peer.address, timeout_s=60) as client:
+        assert client.describe().version == "9", "this client is new: it has never been answered"
         assert client.describe().version == "9"
-        assert client.describe().version == "9", "five times it could not be reached"
         peer.statuses = [AWAY] * 10
         with pytest.raises(errors.Unavailable):
             client.lookup("x", tries=1)
         with pytest.raises(errors.Unavailable):
             client.drop("x")
     assert len(peer.statuses) == 8, "a caller that can do without, and a change, are asked once"
+
+
+def test_a_server_that_stays_away_is_not_waited_for_again_and_again(peer: Peer) -> None:
+    with Client(peer.address, timeout_s=0.2, export=False) as client:
+        peer.statuses = [AWAY] * 100
+        for _ in range(3):
+            with pytest.raises(errors.Unavailable):
+                client.fetch("x")  # which may take an hour, were it not for this
+            tries, peer.statuses = 100 - len(peer.statuses), [AWAY] * 100
+        assert tries == 3
+        peer.statuses = [NOT_STORED]
+        assert client.fetch("x") is None
+        assert client._connection.away_s == 0, "it is there: the next time it is waited for"
+
+
+@pytest.mark.parametrize("answer", [DRAINING, status(grpc.StatusCode.ABORTED, "CONFLICT")])
+def test_a_server_that_refuses_is_not_away(peer: Peer, answer: Any) -> None:
+    with Client(peer.address) as client:
+        for reply, is_away in ((AWAY, True), (answer, False)):
+            peer.statuses = [reply]
+            with pytest.raises(errors.PionError):
+                client.drop("x")
+            assert (client._connection.away_s > 0) == is_away
 
 
 def test_patience_ends() -> None:
@@ -281,7 +301,7 @@ def test_patience_ends() -> None:
 
 
 def test_a_read_with_a_deadline_of_its_own_is_not_given_up_before(peer: Peer) -> None:
-    peer.statuses = [BROKEN] * 4 + [pb.PrefixStoreDescribeResponse(version="9").SerializeToString()]
+    peer.statuses = [BROKEN] * 4 + [HERE]
     with Client(peer.address) as client:
         assert client.describe(timeout_s=60).version == "9"
 
@@ -332,11 +352,10 @@ def test_every_call_has_a_deadline_and_a_route(peer: Peer) -> None:
         ),
         lease_id=b"l" * 16,
     )
-    missing = b"\x0a\x00"  # a header: nothing found
     with Client(peer.address, export=False) as client:
-        peer.statuses = [missing]
+        peer.statuses = [NOT_STORED]
         client.fetch("Grüße|v1")
-        peer.statuses = [found.SerializeToString(), missing, missing]
+        peer.statuses = [found.SerializeToString(), NOT_STORED, NOT_STORED]
         client.match(model="m", token_ids=ids)
         client.fetch(lease_id=b"l" * 16)  # only the node that was asked knows the lease
         client.fetch("other")

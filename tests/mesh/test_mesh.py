@@ -256,16 +256,31 @@ def test_a_proxy_that_comes_back_is_found_again(stored: Shelf) -> None:
 
 @pytest.mark.faults
 def test_no_call_fails_while_a_proxy_is_restarted(fragile: Shelf) -> None:
-    some = prompts(30)
+    some, failed_newcomers, over = prompts(30), [], threading.Event()
+
+    def come_anew() -> None:  # as a script that is started just then does
+        while not over.is_set():
+            try:
+                with fragile.client() as newcomer:
+                    assert some[0].fetched(newcomer)
+            except (errors.PionError, AssertionError) as error:
+                failed_newcomers.append(error)
+
     with fragile.client() as client:
         for prompt in some:
             prompt.store(client)
+        newcomers = threading.Thread(target=come_anew)
+        newcomers.start()
         with working(client, some, threads=4) as failures:
             for _ in range(2):
                 fragile.proxies["a"].ask("/drain_listeners?graceful", post=True)
                 fragile.start_proxy("a")
                 eventually(fragile.all_healthy)
+        over.set()
+        newcomers.join(60)
+        assert not newcomers.is_alive(), "a call hangs"
         assert not failures
+        assert not failed_newcomers
         assert all(prompt.fetched(client) for prompt in some)
 
 
@@ -280,7 +295,7 @@ def test_strangers_get_nothing_from_a_proxy_or_a_node(stored: Shelf, tmp_path) -
     proxy, node = f"127.0.0.1:{stored.node('a').port}", stored.node("a").key
     for what, tls in strangers.items():
         for address in (proxy, node):
-            with stored.client_of(address, tls=tls) as client:
+            with stored.client_of(address, tls=tls, timeout_s=0.5) as client:
                 with pytest.raises(errors.Unavailable):
                     client.fetch(MANY[0].name)
                 with pytest.raises(errors.Unavailable):
@@ -293,7 +308,7 @@ def test_a_clients_certificate_does_not_make_a_node(stored: Shelf, start_server)
     tls = stored.tls
     flags = ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key), "--tls-client-ca", str(tls.ca)]
     impostor = start_server(*flags, listen="127.0.0.1:0")
-    client = stored.client_of(impostor.address)
+    client = stored.client_of(impostor.address, timeout_s=0.5)
     with client, pytest.raises(errors.Unavailable):
         client.describe()
 

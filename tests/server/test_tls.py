@@ -22,8 +22,15 @@ LARGE = random_layers(8, 4_000, slots=6, heads=4, dim=64)
 LOOPBACK = "127.0.0.1:0"
 
 
-def client_of(server: ServerProcess, tls: Tls | None = None, address: str = "") -> Client:
-    return Client(address or server.address, export=False, tls=tls)
+def client_of(
+    server: ServerProcess, tls: Tls | None = None, address: str = "", **options: float
+) -> Client:
+    return Client(address or server.address, export=False, tls=tls, **options)
+
+
+def stranger_of(server: ServerProcess, tls: Tls | None) -> Client:
+    """One who is refused, and has no patience with it."""
+    return client_of(server, tls, timeout_s=0.5)
 
 
 def store(client: Client, name: str = "tls/one", layers=LAYERS) -> None:
@@ -65,7 +72,7 @@ def test_strangers_are_refused_by_mutual_tls(mutual: ServerProcess, authority, s
     with client_of(mutual, friend) as client:
         store(client)
         for what, tls in strangers.items():
-            with client_of(mutual, tls) as stranger:
+            with stranger_of(mutual, tls) as stranger:
                 with pytest.raises(errors.Unavailable) as refused:
                     stranger.fetch("tls/one")
                 assert refused.value.from_transport, what
@@ -88,7 +95,7 @@ def test_no_client_talks_to_a_server_that_it_does_not_trust(start_server, short_
         server = start_server(
             *serve_flags(own), directory=short_tmp / f"data{number}", listen=LOOPBACK
         )
-        with client_of(server, Tls(trusted.ca)) as client:
+        with stranger_of(server, Tls(trusted.ca)) as client:
             with pytest.raises(errors.Unavailable) as refused:
                 client.describe()
             assert refused.value.from_transport, what
@@ -126,7 +133,7 @@ def test_certificates_are_renewed_under_running_calls(
         thread.join(30)
         assert fetched[0] is not None
         assert_same(fetched[0].layers, LARGE)
-    late = client_of(mutual, Tls(successor.ca, old.cert, old.key))
+    late = stranger_of(mutual, Tls(successor.ca, old.cert, old.key))
     with late, pytest.raises(errors.Unavailable):
         late.describe()
     assert [entry for entry in mutual.log if entry["event"] == "new certificates"]
@@ -177,7 +184,7 @@ def test_every_worker_asks_for_certificates(start_server, authority: Authority) 
     for _ in range(8):
         with client_of(server, friend) as client:
             client.describe()
-        with client_of(server, Tls(authority.ca)) as stranger, pytest.raises(errors.Unavailable):
+        with stranger_of(server, Tls(authority.ca)) as stranger, pytest.raises(errors.Unavailable):
             stranger.describe()
 
 

@@ -158,8 +158,7 @@ class Calls:
             return Deadline(_positive("timeout_s", timeout_s), tries or TRIES_ENDLESS)
         if tries is not None:
             return Deadline(default_s, tries)
-        patience_s = self.timeout_s if self.connection.has_answered else 0.0
-        return Deadline(default_s, TRIES_MAX, patience_s)
+        return Deadline(default_s, TRIES_MAX, max(self.timeout_s - self.connection.away_s, 0.0))
 
 
 def _positive(field: str, seconds: float) -> float:

@@ -76,8 +76,8 @@ class Client(AttendMixin):
         tenant, password: who asks; by default PION_TENANT and PION_PASSWORD of the environment.
         tls: an encrypted connection; by default what PION_TLS_CA, PION_TLS_CERT and PION_TLS_KEY name.
         timeout_s: how long a call may take, what is tried again included; streams have their own.
-            A read or a store is tried three times, or for so long where the server has answered
-            before; with a `timeout_s` of its own until that is over.
+            A read or a store whose server is away is tried for so long, as it may be starting anew;
+            three times if it has been away for longer; with a `timeout_s` of its own until that is over.
         stall_timeout_s: how long a stream may make no progress.
         fetch_bytes_max: more than this is refused before memory is allocated.
 
@@ -337,8 +337,8 @@ class Client(AttendMixin):
             part_kinds: parts that are needed at the boundary; it is the latest one that has all of them,
                 each of every slot that has it anywhere.
             timeout_s: instead of the client's.
-            tries: how often a server that cannot be reached is tried in all; by default three times, or
-                until `timeout_s` if that is given.
+            tries: how often a server that cannot be reached is tried in all; by default until
+                `timeout_s`, if that is given, or for the client's, three times at least.
         """
         packed = _some(token_ids)
         request = pb.PrefixStoreMatchRequest(

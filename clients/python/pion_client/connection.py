@@ -33,6 +33,7 @@ from pion_client.errors import (
     Forked,
     InvalidRequest,
     PionError,
+    Unavailable,
     from_rpc_error,
     may_ask_again,
 )
@@ -48,7 +49,9 @@ from pion_wire.v1.stats_pb2_grpc import StatsStub
 TRIES_MAX = 3
 """A read that brings nothing is tried so often in all, unless its caller gave a deadline.
 
-One of a server that has answered before is tried for the client's `timeout_s`: it is being restarted."""
+A server that has been away for less than the client's `timeout_s` is tried until then: it is being
+restarted, and a client may be made just in that moment. One that stays away costs that time once,
+however many calls are made meanwhile, and these tries from then on, until it has answered."""
 TRIES_ENDLESS = sys.maxsize
 """Until the deadline."""
 STREAM_TIMEOUT_S = 3_600.0
@@ -184,14 +187,19 @@ class Connection:
         self._lock = threading.Lock()
         self._stubs: Stubs | None = None
         self._closed = False
-        self.has_answered = False
-        """Whether the server has been there; then it is worth waiting for while it is restarted."""
+        self._away_since_s: float | None = None
         _process.connections.add(self)
 
     @property
     def everywhere(self) -> tuple[str, ...]:
         """A route to each node; of one server, or of a proxy whose nodes are not known, none."""
         return Ring(self.targets).routes() if len(self.targets) > 1 else ()
+
+    @property
+    def away_s(self) -> float:
+        """For how long the server has not been reached, though it was called; 0 if it was there last."""
+        since_s = self._away_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def metadata(self, route: str) -> Metadata:
         """Returns what every call carries: where a proxy shall send it, and who asks."""
@@ -210,11 +218,12 @@ class Connection:
         with _process.call():
             try:
                 yield stubs
-                self.has_answered = True
+                self._away_since_s = None
             except grpc.RpcError as error:
                 if self._closed:
                     raise ClientClosed("the client was closed during the call") from error
                 meaning = from_rpc_error(error)
+                self._note(meaning)
                 if meaning.from_transport:
                     self._renew(stubs)
                 raise meaning from error
@@ -230,6 +239,12 @@ class Connection:
             stubs, self._stubs = self._stubs, None
         if stubs is not None:
             stubs.channel.close()
+
+    def _note(self, error: PionError) -> None:
+        if not error.from_transport:
+            self._away_since_s = None
+        elif isinstance(error, Unavailable) and self._away_since_s is None:
+            self._away_since_s = time.monotonic()
 
     def _connected(self) -> Stubs:
         with self._lock:
