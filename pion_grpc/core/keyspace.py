@@ -369,10 +369,10 @@ class Keys:
 
     # -- sets
 
-    def members(self, name: bytes) -> list[bytes]:
-        """Returns the members of a set."""
+    def members(self, name: bytes, most: int = -1) -> list[bytes]:
+        """Returns the members of a set, so many at most; -1: all."""
         key = self._of_kind(name, Kind.SET)
-        return self._table.members(key.id) if key else []
+        return self._table.members(key.id, most) if key else []
 
     def add_members(self, name: bytes, members: Iterable[bytes]) -> int:
         """Adds members to a set; returns how many are new."""

@@ -282,10 +282,11 @@ class KeyTable:
 
     def list_ends(self, key: int) -> tuple[int, int]:
         """Returns the position of the first item, and one past the last."""
+        # Asked for both ends at once, SQLite reads all that is between them.
         rows = self._all(
-            "SELECT coalesce(min(position), 0), coalesce(max(position) + 1, 0) FROM list_item"
-            " WHERE key = ?",
-            (key,),
+            "SELECT coalesce((SELECT min(position) FROM list_item WHERE key = ?), 0),"
+            " coalesce((SELECT max(position) + 1 FROM list_item WHERE key = ?), 0)",
+            (key, key),
         )
         return int(rows[0][0]), int(rows[0][1])
 
@@ -314,9 +315,9 @@ class KeyTable:
 
     # -- items: sets
 
-    def members(self, key: int) -> list[bytes]:
-        """Returns the members of a set."""
-        rows = self._all("SELECT member FROM set_member WHERE key = ?", (key,))
+    def members(self, key: int, most: int) -> list[bytes]:
+        """Returns the members of a set, so many at most; -1: all."""
+        rows = self._all("SELECT member FROM set_member WHERE key = ? LIMIT ?", (key, most))
         return [bytes(row[0]) for row in rows]
 
     def has_member(self, key: int, member: bytes) -> bool:

@@ -58,7 +58,7 @@ def pop(call: Call) -> Answer:
         raise syntax_error()
     refusal = "ERR value is out of range, must be positive"
     wanted = call.integer(1, 0, refusal=refusal) if call.count > 1 else 1
-    taken = call.keyspace.members(call.raw(0))[:wanted]
+    taken = call.keyspace.members(call.raw(0), wanted)
     call.keyspace.remove_members(call.raw(0), taken)
     if call.count > 1:
         return set(taken)
