@@ -212,9 +212,9 @@ extension PionClient {
         return try await withThrowingTaskGroup(of: Void.self) { group in
             group.addTask { [self] in
                 do {
-                    try await translated {
-                        try await grpc.bidirectionalStreaming(
-                            request: StreamingClientRequest(metadata: metadata(route: route)) { writer in
+                    try await reaching(route) { connection, metadata in
+                        try await connection.bidirectionalStreaming(
+                            request: StreamingClientRequest(metadata: metadata) { writer in
                                 for await request in requests { try await writer.write(request) }
                             },
                             descriptor: Service.attend.method("Stream"),

@@ -75,22 +75,23 @@ extension PionClient {
 
     /// Makes a call with one answer, once.
     func once<Request: Message & Sendable, Answer: Message & Sendable>(
-        _ method: MethodDescriptor, _ request: Request, route: String, timeout: Duration?,
+        _ method: MethodDescriptor, _ request: Request, route: String, node: String? = nil, timeout: Duration?,
         answer: Answer.Type = Answer.self
     ) async throws -> Answer {
-        try await call(method, request, route: route, deadline: until(timeout, otherwise: options.timeout))
+        try await call(
+            method, request, route: route, node: node, deadline: until(timeout, otherwise: options.timeout))
     }
 
     /// Makes a call with one answer that changes nothing, so that it may be tried again.
     func ask<Request: Message & Sendable, Answer: Message & Sendable>(
-        _ method: MethodDescriptor, _ request: Request, route: String, timeout: Duration?,
+        _ method: MethodDescriptor, _ request: Request, route: String, node: String? = nil, timeout: Duration?,
         answer: Answer.Type = Answer.self
     ) async throws -> Answer {
         let deadline = until(timeout, otherwise: options.timeout)
         var attempt = 1
         while true {
             do {
-                return try await call(method, request, route: route, deadline: deadline)
+                return try await call(method, request, route: route, node: node, deadline: deadline)
             } catch {
                 guard try await deadline.pause(after: error, attempt: attempt) else { throw error }
                 attempt += 1
@@ -99,11 +100,11 @@ extension PionClient {
     }
 
     private func call<Request: Message & Sendable, Answer: Message & Sendable>(
-        _ method: MethodDescriptor, _ request: Request, route: String, deadline: Deadline
+        _ method: MethodDescriptor, _ request: Request, route: String, node: String?, deadline: Deadline
     ) async throws -> Answer {
-        let answer: Answer = try await translated {
-            try await grpc.unary(
-                request: ClientRequest(message: request, metadata: metadata(route: route)),
+        let answer: Answer = try await reaching(route, node: node) { connection, metadata in
+            try await connection.unary(
+                request: ClientRequest(message: request, metadata: metadata),
                 descriptor: method,
                 serializer: ProtobufSerializer<Request>(),
                 deserializer: ProtobufDeserializer<Answer>(),
@@ -122,9 +123,9 @@ extension PionClient {
         take: @Sendable @escaping ([UInt8]) async throws -> Void
     ) async throws {
         try await watched { [self] progress in
-            try await translated {
-                try await grpc.serverStreaming(
-                    request: ClientRequest(message: request, metadata: metadata(route: route)),
+            try await reaching(route) { connection, metadata in
+                try await connection.serverStreaming(
+                    request: ClientRequest(message: request, metadata: metadata),
                     descriptor: method,
                     serializer: RawSerializer(),
                     deserializer: RawDeserializer(),
@@ -149,9 +150,9 @@ extension PionClient {
         let failure = Mutex<(any Error)?>(nil)
         return try await watched { [self] progress in
             do {
-                let answer: [UInt8] = try await translated {
-                    try await grpc.clientStreaming(
-                        request: StreamingClientRequest(metadata: metadata(route: route)) { writer in
+                let answer: [UInt8] = try await reaching(route) { connection, metadata in
+                    try await connection.clientStreaming(
+                        request: StreamingClientRequest(metadata: metadata) { writer in
                             do {
                                 try await produce { message in
                                     do { try await writer.write(message) } catch { throw StreamEnded() }
@@ -240,17 +241,17 @@ final class Progress: Sendable {
     func pause() { instant.withLock { $0 = nil } }
 }
 
-/// Turns what the transport throws into our errors.
-func translated<Result>(_ body: () async throws -> Result) async throws -> Result {
-    do {
-        return try await body()
-    } catch let error as RPCError {
-        if error.code == .cancelled, Task.isCancelled { throw CancellationError() }
-        throw pionError(error)
+/// What the end of a call says about the node that it was made to.
+func outcome(_ code: RPCError.Code) -> Nodes.Outcome {
+    switch code {
+    case .unavailable: .unreachable
+    case .cancelled, .deadlineExceeded: .unknown
+    default: .reached
     }
 }
 
-private func pionError(_ error: RPCError) -> PionError {
+/// Returns what a status says, as one of our errors.
+func pionError(_ error: RPCError) -> PionError {
     for details in error.metadata[binaryValues: "grpc-status-details-bin"] {
         if let known = PionError(details: details, message: error.message) { return known }
     }

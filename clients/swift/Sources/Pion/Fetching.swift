@@ -15,18 +15,18 @@ extension PionClient {
     /// A stream that breaks goes on where it broke. What was evicted or found damaged a moment ago is a miss.
     ///
     /// - Parameters:
-    ///   - rows: Only these; nil: all.
+    ///   - rows: Only these; nil: all, or with `partKinds` those up to the longest boundary that has every kind.
     ///   - slots: Only these; none: all.
-    ///   - partKinds: Kinds of parts to bring along, those at the last row.
+    ///   - partKinds: Kinds of parts that are needed. Rows never come without them: where there is no boundary that has
+    ///     every kind, or not at the end of the `rows` asked for, it is a miss. `match` with the same kinds finds a
+    ///     boundary that has them, and says in `shortenedBy` which kind made it shorter.
     ///   - timeout: For everything; nil: as long as it makes progress.
     public func fetch(
         _ source: FetchSource, rows: Range<UInt64>? = nil, slots: [Int] = [], partKinds: [String] = [],
         timeout: Duration? = nil
     ) async throws -> Prefix? {
-        try PionError.check32("slots", slots)
-        let fetching = Fetching(Reception(bytesMax: options.fetchBytesMax))
-        let request = fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
-        try await fetch(request, source, fetching, deadline: until(timeout)) { _ in }
+        let request = try fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
+        let fetching = try await fetch(request, source, keeps: true, deadline: until(timeout)) { _, _ in }
         return fetching.reception.withLock { reception in
             guard let announced = reception.announced else { return nil }
             let (tensors, parts) = reception.result()
@@ -38,15 +38,13 @@ extension PionClient {
     ///
     /// Needs memory for a few chunks, whatever the size. If the prefix changes on the way this throws
     /// `generation`, as what was handed on cannot be taken back. What `take` throws ends the fetch, and is thrown
-    /// as it is.
+    /// as it is. `rows`, `slots`, `partKinds` and `timeout` are as above.
     public func fetch(
         _ source: FetchSource, rows: Range<UInt64>? = nil, slots: [Int] = [], partKinds: [String] = [],
         timeout: Duration? = nil, to take: @Sendable @escaping (Announced, Arrived) async throws -> Void
     ) async throws -> Announced? {
-        try PionError.check32("slots", slots)
-        let fetching = Fetching(Reception(bytesMax: options.fetchBytesMax, keeps: false))
-        let request = fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
-        try await fetch(request, source, fetching, deadline: until(timeout)) { arrived in
+        let request = try fetchRequest(source, rows: rows, slots: slots, partKinds: partKinds)
+        let fetching = try await fetch(request, source, keeps: false, deadline: until(timeout)) { fetching, arrived in
             guard let announced = fetching.reception.withLock({ $0.announced }) else { return }
             do { try await take(announced, arrived) } catch { throw fetching.failed(error) }
         }
@@ -55,8 +53,9 @@ extension PionClient {
 
     private func fetchRequest(
         _ source: FetchSource, rows: Range<UInt64>?, slots: [Int], partKinds: [String]
-    ) -> Pion_V1_PrefixStoreFetchRequest {
-        .with {
+    ) throws -> Pion_V1_PrefixStoreFetchRequest {
+        try PionError.check32("slots", slots)
+        return .with {
             switch source {
             case .namespace(let name): $0.namespace = name
             case .lease(let id): $0.leaseID = Data(id)
@@ -72,15 +71,33 @@ extension PionClient {
         }
     }
 
+    /// Asks where the prefix is, or may be; returns the first fetch that found it, or the last one.
     private func fetch(
-        _ asked: Pion_V1_PrefixStoreFetchRequest, _ source: FetchSource, _ fetching: Fetching, deadline: Deadline,
+        _ asked: Pion_V1_PrefixStoreFetchRequest, _ source: FetchSource, keeps: Bool, deadline: Deadline,
+        take: @Sendable @escaping (Fetching, Arrived) async throws -> Void
+    ) async throws -> Fetching {
+        var routes =
+            switch source {
+            case .namespace(let name): routes(to: name)[...]
+            case .lease(let id): [route(of: id)][...]
+            }
+        while true {
+            let route = routes.removeFirst()
+            let fetching = Fetching(Reception(bytesMax: options.fetchBytesMax, keeps: keeps))
+            try await fetch(asked, fetching, route: route, deadline: deadline) { try await take(fetching, $0) }
+            guard fetching.reception.withLock({ $0.announced }) != nil else {
+                if routes.isEmpty { return fetching }
+                continue
+            }
+            if case .namespace(let name) = source { remember(name, route: route) }
+            return fetching
+        }
+    }
+
+    private func fetch(
+        _ asked: Pion_V1_PrefixStoreFetchRequest, _ fetching: Fetching, route: String, deadline: Deadline,
         take: @Sendable @escaping (Arrived) async throws -> Void
     ) async throws {
-        let route =
-            switch source {
-            case .namespace(let name): route(of: name)
-            case .lease(let id): route(of: id)
-            }
         var fruitless = 0
         while !fetching.ended {
             let before = fetching.doneBytes
@@ -182,6 +199,10 @@ private final class Fetching: Sendable {
 extension Pion_V1_PrefixStoreFetchRequest {
     fileprivate mutating func resume(_ resume: Resume) {
         generation = resume.generation
+        rows = .with {
+            $0.begin = resume.begin
+            $0.end = resume.end
+        }
         resumeTensorIndex = resume.tensorIndex
         resumeRow = resume.row
         resumePart = resume.part

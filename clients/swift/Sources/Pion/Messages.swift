@@ -169,7 +169,9 @@ extension Announced {
 }
 
 /// Decodes a message of our own streams.
-func decoded<Decoded: Message>(_ bytes: some Collection<UInt8>, as type: Decoded.Type = Decoded.self) throws -> Decoded {
+func decoded<Decoded: Message>(
+    _ bytes: some Collection<UInt8>, as type: Decoded.Type = Decoded.self
+) throws -> Decoded {
     do {
         return try Decoded(serializedBytes: Array(bytes))
     } catch {

@@ -9,6 +9,8 @@ public struct PionOptions: Sendable {
     /// Encrypts the connection: `.tls`, `.mTLS(certificateChain:privateKey:)`. Files are read once, when the
     /// client is made.
     public var security: HTTP2ClientTransport.Posix.TransportSecurity = .plaintext
+    /// The name that the server's certificate is checked for; nil: the host of its address.
+    public var authority: String?
     public var tenant = ""
     /// nil sends no credentials.
     public var password: String?
@@ -35,13 +37,16 @@ public func withPionClient<Result: Sendable>(
     }
 }
 
-/// Talks to one server, or to a mesh behind one address. Safe for concurrent use.
+/// Talks to one server, to a mesh behind one address, or to all nodes of a mesh. Safe for concurrent use.
 ///
 /// A miss is an answer, an error is an error: `match`, `lookup` and `fetch` say what is not there instead of
 /// throwing. Errors of calls are `PionError`; `CancellationError` means that the task was cancelled.
 public final class PionClient: Sendable {
+    typealias Connection = GRPCClient<HTTP2ClientTransport.Posix>
+
     let options: PionOptions
-    let grpc: GRPCClient<HTTP2ClientTransport.Posix>
+    private let connections: [String: Connection]  // by the name of the node
+    private let nodes: Mutex<Nodes>
     private let answered = Mutex(false)
     private let routes = Mutex(Routes())  // of prefixes, by name
     private let leases = Mutex(Routes())  // short-lived, and never at the cost of names
@@ -49,45 +54,91 @@ public final class PionClient: Sendable {
 
     /// The client makes calls while `run()` runs; `withPionClient` sees to that.
     ///
-    /// - Parameter address: "host:port" or "unix:/path".
+    /// - Parameter address: "host:port" or "unix:/path", of one server or of a proxy that knows the nodes of a mesh.
+    ///   With "host:port,host:port" it is a client of all nodes of a mesh, each as it is named everywhere: every call
+    ///   goes to the node that a proxy would send it to. An address of a proxy has no place in such a list.
     /// - Throws: `PionError` if it is neither.
     public init(_ address: String, options: PionOptions = PionOptions()) throws {
         self.options = options
+        let list = try Address.list(address)
+        nodes = Mutex(try Nodes(list.map(\.text)))
         let config = HTTP2ClientTransport.Posix.Config.defaults { config in
             // What a fast network can have in flight, and frames of a chunk's size.
             config.http2.targetWindowSize = 16 << 20
             config.http2.maxFrameSize = Limits.chunkBytesMax
+            config.http2.authority = options.authority
             // A server that comes back is found at once: sooner than tries end.
             config.backoff.initial = .milliseconds(100)
             config.backoff.max = .milliseconds(200)
         }
-        let transport = try HTTP2ClientTransport.Posix(
-            target: Self.target(address), transportSecurity: options.security, config: config)
-        grpc = GRPCClient(transport: transport)
+        connections = try Dictionary(
+            uniqueKeysWithValues: list.map { name, address in
+                let transport = try HTTP2ClientTransport.Posix(
+                    target: Self.target(address), transportSecurity: options.security, config: config)
+                return (name, GRPCClient(transport: transport))
+            })
     }
 
-    /// Keeps the connection; returns after `close()`, when every call has ended.
+    /// Keeps the connections; returns after `close()`, when every call has ended.
     public func run() async throws {
-        try await grpc.runConnections()
+        try await withThrowingTaskGroup(of: Void.self) { group in
+            for connection in connections.values {
+                group.addTask { try await connection.runConnections() }
+            }
+            try await group.waitForAll()
+        }
     }
 
     /// Lets calls end, and takes no new ones.
     public func close() {
-        grpc.beginGracefulShutdown()
+        for connection in connections.values { connection.beginGracefulShutdown() }
     }
 
-    private static func target(_ address: String) throws -> any ResolvableTarget {
-        if address.hasPrefix("unix:") {
-            var path = String(address.dropFirst("unix:".count))
-            if path.hasPrefix("//") { path.removeFirst(2) }
-            guard !path.isEmpty else { throw PionError(.invalid, "unix: needs a path") }
-            return .unixDomainSocket(path: path, authority: "localhost")
+    /// A literal of an IP address is no name: as one it would be sent in the TLS handshake, which refuses it.
+    private static func target(_ address: Address) -> any ResolvableTarget {
+        switch address {
+        case .unix(let path): .unixDomainSocket(path: path, authority: "localhost")
+        case .ipv4(let host, let port): .ipv4(pairs: [(host: host, port: port)])
+        case .ipv6(let host, let port): .ipv6(pairs: [(host: host, port: port)])
+        case .name(let host, let port): .dns(host: host, port: port)
         }
-        guard let colon = address.lastIndex(of: ":"), let port = UInt16(address[address.index(after: colon)...]),
-            port > 0, colon > address.startIndex, !address.contains("/")
-        else { throw PionError(.invalid, "\(address) is neither host:port nor unix:/path") }
-        let host = address[..<colon].trimmingCharacters(in: CharacterSet(charactersIn: "[]"))
-        return .dns(host: host, port: Int(port))
+    }
+
+    // MARK: Nodes
+
+    /// Every node by name, whether it is up or not.
+    var nodeNames: [String] { nodes.withLock { $0.names } }
+
+    /// A route to each node; none where a proxy knows them, or there is one server.
+    var everywhere: [String] { nodes.withLock { $0.everywhere } }
+
+    /// Makes a call on the connection to a node, notes how it ended, and turns what the transport throws into our
+    /// errors.
+    ///
+    /// - Parameters:
+    ///   - route: What the metadata says of it; the node is the one that it leads to.
+    ///   - node: That one instead.
+    func reaching<Result: Sendable>(
+        _ route: String, node: String? = nil, _ call: (Connection, Metadata) async throws -> Result
+    ) async throws -> Result {
+        let text = Blocks.routeMetadata(route)
+        let node = node ?? nodes.withLock { $0.node(of: text) }
+        guard let connection = connections[node] else { preconditionFailure("\(node) is no node of this client") }
+        do {
+            let result = try await call(connection, metadata(route: text))
+            note(node, .reached)
+            return result
+        } catch let error as RPCError {
+            note(node, outcome(error.code))
+            if Task.isCancelled { throw CancellationError() }
+            throw pionError(error)
+        } catch let error as RuntimeError {
+            throw PionError(.unavailable, "this client makes no calls: \(error.message)")
+        }
+    }
+
+    private func note(_ node: String, _ outcome: Nodes.Outcome) {
+        nodes.withLock { $0.note(node, outcome) }
     }
 
     /// Whether any call was answered, ever.
@@ -102,6 +153,12 @@ public final class PionClient: Sendable {
 
     /// Of calls about a prefix.
     func route(of namespace: String) -> String { routes.withLock { $0.of(namespace) } }
+
+    /// Returns the routes to try for a name, one after the other: all nodes, if it is not known where it is.
+    func routes(to namespace: String) -> [String] {
+        if let known = routes.withLock({ $0.find(namespace) }) { return [known] }
+        return [Routes.byName(namespace)] + everywhere
+    }
 
     func route(of leaseID: [UInt8]) -> String { leases.withLock { $0.of(hex(leaseID)) } }
 
@@ -129,9 +186,9 @@ public final class PionClient: Sendable {
     }
 
     /// Returns what every call carries: where a proxy shall send it, and who asks.
-    func metadata(route: String) -> Metadata {
+    private func metadata(route: String) -> Metadata {
         var metadata: Metadata = [:]
-        metadata.addString(Blocks.routeMetadata(route), forKey: "pion-route")
+        metadata.addString(route, forKey: "pion-route")
         if let password = options.password {
             let pair = Data("\(options.tenant):\(password)".utf8).base64EncodedString()
             metadata.addString("Basic \(pair)", forKey: "authorization")

@@ -15,7 +15,8 @@ public struct Match: Sendable, Hashable {
     public let matchedTokens: UInt64
     /// Rows that may be fetched.
     public let servedTokens: UInt64
-    /// The kind of part that made them fewer; empty if none did.
+    /// The first of the kinds of parts asked for that is not at the later boundary, which made them fewer; empty if
+    /// none did.
     public let shortenedBy: String
     /// Pass it to `fetch`.
     public let leaseID: [UInt8]
@@ -56,38 +57,6 @@ public struct Prefix: Sendable, Hashable {
     public var rows: Range<UInt64> { announced.begin..<announced.end }
 }
 
-/// The server, and what it holds.
-public struct Description: Sendable, Hashable {
-    public let version: String
-    /// Empty if attend is off.
-    public let attendBackend: String
-    public let diskBudgetBytes: UInt64
-    public let diskUsedBytes: UInt64
-    public let prefixCount: UInt64
-    public let rowCount: UInt64
-    public let limits: [String: UInt64]
-}
-
-/// The value receipt: what the store did for its clients.
-public struct Receipt: Sendable, Hashable {
-    public let hits: UInt64
-    public let misses: UInt64
-    public let tokensServed: UInt64
-    public let bytesStreamed: UInt64
-    public let prefillSecondsAvoided: Double
-    /// Of which backed by a prefill time that a client reported.
-    public let prefillSecondsAvoidedMeasured: Double
-
-    init(_ message: Pion_V1_Receipt) {
-        hits = message.hits
-        misses = message.misses
-        tokensServed = message.tokensServed
-        bytesStreamed = message.bytesStreamed
-        prefillSecondsAvoided = message.prefillSecondsAvoided
-        prefillSecondsAvoidedMeasured = message.prefillSecondsAvoidedMeasured
-    }
-}
-
 extension PionClient {
     /// Finds the longest stored prefix of a token sequence.
     ///
@@ -95,7 +64,8 @@ extension PionClient {
     ///   - fidelities: Which may answer; none means "raw", what was stored without loss.
     ///   - minTokens: A shorter match is a miss.
     ///   - leaseMS: How long it stays readable; nil means 10,000, 0 not at all, at most 60,000.
-    ///   - partKinds: Parts that are needed at the boundary.
+    ///   - partKinds: Kinds of parts that are needed at the boundary: the match is shortened to the longest one that
+    ///     every kind has, and `shortenedBy` says which kind it was.
     ///   - timeout: Until it is over a server that cannot be reached is waited for; nil: the client's, three tries.
     public func match(
         model: String, tokenIDs: [UInt32], fidelities: [String] = [], minTokens: UInt64 = 0, leaseMS: UInt32? = nil,
@@ -126,7 +96,8 @@ extension PionClient {
         return match
     }
 
-    /// Says what is stored under a name, and whether it is what is expected.
+    /// Says what is stored under a name, and whether it is what is expected. A client of several nodes that does not
+    /// know where the name is asks all of them.
     ///
     /// - Parameters:
     ///   - model: Another one is a miss.
@@ -148,8 +119,21 @@ extension PionClient {
                 }
             ]
         }
-        var route = route(of: namespace)
-        if let model, !tokenIDs.isEmpty { route = routeKey(model: model, tokenIDs: tokenIDs) }
+        var routes = routes(to: namespace)
+        if let model, !tokenIDs.isEmpty { routes = [routeKey(model: model, tokenIDs: tokenIDs)] }
+        let deadline = until(timeout)
+        var lookup: Lookup
+        repeat {
+            let route = routes.removeFirst()
+            lookup = try await lookUp(request, route: route, timeout: deadline.remaining)
+            if lookup.hit { remember(namespace, leaseID: lookup.leaseID, route: route) }
+        } while lookup.prefix == nil && !routes.isEmpty
+        return lookup
+    }
+
+    private func lookUp(
+        _ request: Pion_V1_PrefixStoreLookupRequest, route: String, timeout: Duration?
+    ) async throws -> Lookup {
         let answer = try await ask(
             Service.prefixStore.method("Lookup"), request, route: route, timeout: timeout,
             answer: Pion_V1_PrefixStoreLookupResponse.self)
@@ -157,12 +141,10 @@ extension PionClient {
             throw PionError(.badAnswer, "\(answer.results.count) answers to one query")
         }
         let result = answer.results[0]
-        let lookup = Lookup(
+        return Lookup(
             hit: result.hit, reason: MissReason(result.reason),
             prefix: result.hasPrefix ? try PrefixInfo(result.prefix) : nil, firstDifference: result.firstDifference,
             leaseID: Array(result.leaseID))
-        if lookup.hit { remember(namespace, leaseID: lookup.leaseID, route: route) }
-        return lookup
     }
 
     /// Stores a prefix: it is there as a whole when this returns, or not at all. If only the transport failed,
@@ -233,60 +215,24 @@ extension PionClient {
             base: stored.base)
     }
 
-    /// Takes names away, and tells for each whether anything was stored under it.
+    /// Takes names away, and tells for each whether anything was stored under it. A client of several nodes has all of
+    /// them do it.
     public func drop(_ namespaces: [String], timeout: Duration? = nil) async throws -> [Bool] {
         guard let first = namespaces.first else { return [] }
-        let answer = try await once(
-            Service.prefixStore.method("Drop"), Pion_V1_PrefixStoreDropRequest.with { $0.namespaces = namespaces },
-            route: route(of: first), timeout: timeout, answer: Pion_V1_PrefixStoreDropResponse.self)
-        guard answer.results.count == namespaces.count else {
-            throw PionError(.badAnswer, "\(answer.results.count) answers about \(namespaces.count) names")
-        }
-        return answer.results.map(\.dropped)
-    }
-
-    /// Yields what is visible, ordered by name: names that begin with a prefix, or all.
-    public func list(_ prefix: String = "") -> AsyncThrowingStream<PrefixInfo, any Error> {
-        AsyncThrowingStream { continuation in
-            let listing = Task {
-                do {
-                    var request = Pion_V1_PrefixStoreListRequest.with {
-                        $0.pageSize = UInt32(Limits.namesMax)
-                        $0.namespacePrefix = prefix
-                    }
-                    repeat {
-                        let page = try await self.ask(
-                            Service.prefixStore.method("List"), request, route: Routes.byName(prefix), timeout: nil,
-                            answer: Pion_V1_PrefixStoreListResponse.self)
-                        for message in page.prefixes { continuation.yield(try PrefixInfo(message)) }
-                        request.pageToken = page.nextPageToken
-                    } while !request.pageToken.isEmpty
-                    continuation.finish()
-                } catch {
-                    continuation.finish(throwing: error)
-                }
+        let request = Pion_V1_PrefixStoreDropRequest.with { $0.namespaces = namespaces }
+        let routes = everywhere.isEmpty ? [route(of: first)] : everywhere
+        let deadline = until(timeout)
+        var dropped = namespaces.map { _ in false }
+        for route in routes {
+            let answer = try await once(
+                Service.prefixStore.method("Drop"), request, route: route, timeout: deadline.remaining,
+                answer: Pion_V1_PrefixStoreDropResponse.self)
+            guard answer.results.count == namespaces.count else {
+                throw PionError(.badAnswer, "\(answer.results.count) answers about \(namespaces.count) names")
             }
-            continuation.onTermination = { _ in listing.cancel() }
+            dropped = zip(dropped, answer.results).map { $0 || $1.dropped }
         }
-    }
-
-    /// Describes the server.
-    public func describe(timeout: Duration? = nil) async throws -> Description {
-        let answer = try await ask(
-            Service.prefixStore.method("Describe"), Pion_V1_PrefixStoreDescribeRequest(), route: "", timeout: timeout,
-            answer: Pion_V1_PrefixStoreDescribeResponse.self)
-        return Description(
-            version: answer.version, attendBackend: answer.attendBackend, diskBudgetBytes: answer.diskBudgetBytes,
-            diskUsedBytes: answer.diskUsedBytes, prefixCount: answer.prefixCount, rowCount: answer.rowCount,
-            limits: Dictionary(answer.limits.map { ($0.name, $0.value) }, uniquingKeysWith: { first, _ in first }))
-    }
-
-    /// Returns the value receipt.
-    public func stats(timeout: Duration? = nil) async throws -> Receipt {
-        let answer = try await ask(
-            Service.stats.method("Get"), Pion_V1_StatsGetRequest(), route: "", timeout: timeout,
-            answer: Pion_V1_StatsGetResponse.self)
-        return Receipt(answer.receipt)
+        return dropped
     }
 
     private func check(_ tokenIDs: [UInt32]) throws {

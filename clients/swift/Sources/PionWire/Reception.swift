@@ -64,6 +64,9 @@ public struct Announced: Sendable, Hashable {
 /// Where to go on after a break; the fields of a Fetch request.
 public struct Resume: Sendable, Hashable {
     public var generation: UInt64
+    /// The rows announced: a live prefix may have got more meanwhile, under the same generation.
+    public var begin: UInt64
+    public var end: UInt64
     public var tensorIndex: UInt32 = 0
     public var row: UInt64 = 0
     /// Counted from 1; 0: in the rows.
@@ -129,7 +132,7 @@ public struct Reception: Sendable {
     public mutating func beginStream() -> Resume? {
         headed = false
         guard let announced, let next = pieces.first else { return nil }
-        var resume = Resume(generation: announced.generation)
+        var resume = Resume(generation: announced.generation, begin: announced.begin, end: announced.end)
         if next.isPart {
             resume.part = UInt32(next.number) + 1
             resume.partOffsetBytes = filled

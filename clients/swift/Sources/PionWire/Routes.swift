@@ -25,8 +25,11 @@ public struct Routes: Sendable {
         young[key] = route
     }
 
+    /// Returns the route, if it is known.
+    public func find(_ key: String) -> String? { young[key] ?? old[key] }
+
     /// Returns the route; of what is not known, the name itself.
-    public func of(_ key: String) -> String { young[key] ?? old[key] ?? Self.byName(key) }
+    public func of(_ key: String) -> String { find(key) ?? Self.byName(key) }
 
     /// Returns the route of what is known by its name alone.
     public static func byName(_ name: String) -> String {

@@ -100,8 +100,8 @@ func anAddressIsTakenForWhatItIs(_ text: String, _ address: Address) throws {
 }
 
 @Test(arguments: [
-    "", "host", "host:", ":1", "host:0", "host:65536", "host:+1", "host:01", "http://host:1", "ho st:1", "unix:", "::1:50051",
-    "[host]:1", "[::1/]:1", "a:1,", "a:1,b",
+    "", "host", "host:", ":1", "host:0", "host:65536", "host:+1", "host:01", "http://host:1", "ho st:1", "unix:",
+    "::1:50051", "[host]:1", "[::1/]:1", "a:1,", "a:1,b",
 ])
 func whatIsNoAddressIsRefused(_ text: String) {
     #expect { _ = try Address.list(text) } throws: { ($0 as? PionError)?.reason == .invalid }

@@ -37,11 +37,11 @@ private func refused(_ reason: Reason, _ body: () throws -> Void) {
     _ = try taken.take(rows(0, 0, 10))
     _ = try taken.take(rows(1, 0, 3))
     #expect(!taken.ended)
-    #expect(taken.beginStream() == Resume(generation: 7, tensorIndex: 1, row: 3))
+    #expect(taken.beginStream() == Resume(generation: 7, begin: 0, end: 10, tensorIndex: 1, row: 3))
     try taken.take(header: announcement())
     _ = try taken.take(rows(1, 3, 7))
     _ = try taken.take(part(0, 2))
-    #expect(taken.beginStream() == Resume(generation: 7, part: 1, partOffsetBytes: 2))
+    #expect(taken.beginStream() == Resume(generation: 7, begin: 0, end: 10, part: 1, partOffsetBytes: 2))
     try taken.take(header: announcement())
     let last = try taken.take(part(2, 3))
     #expect(last == Arrived(tensorIndex: nil, partIndex: 0, offsetBytes: 2, data: Array("ate".utf8)[...]))
@@ -178,6 +178,7 @@ private func refused(_ reason: Reason, _ body: () throws -> Void) {
     for i in Routes.countMax + 1...2 * Routes.countMax { #expect(routes.of("\(i)") == "x") }
     routes.remember("1", "y")
     #expect(routes.of("1") == "y")
+    #expect(routes.find("1") == "y" && routes.find("0") == nil)
 }
 
 @Test func noNameMakesMetadataThatEndsAConnection() {
