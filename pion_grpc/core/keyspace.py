@@ -786,10 +786,13 @@ def _checked_sum(text: bytes, by: int, what: str) -> int:
 
 
 def _float_sum(text: bytes, by: float, what: str) -> bytes:
-    total = parse_float(text, what) + by
-    if not math.isfinite(total):
-        raise NotANumber("increment would produce NaN or Infinity")
-    return float_text(total)
+    known = parse_float(text, what)
+    if math.isfinite(known) and math.isfinite(by):
+        # Of the decimals that they stand for: 0.1 and 0.2 are 0.3.
+        total = float(Decimal(repr(known)) + Decimal(repr(by)))
+        if math.isfinite(total):
+            return float_text(total)
+    raise NotANumber("increment would produce NaN or Infinity")
 
 
 def _compiled(pattern: bytes) -> re.Pattern[bytes]:

@@ -150,6 +150,9 @@ def test_counters_refuse_what_is_no_number(wire: Wire) -> None:
     assert wire("DECRBY", "n", 11) == -10
     assert wire("INCRBYFLOAT", "n", "10.5") == b"0.5"
     assert wire("INCRBYFLOAT", "m", "0.0000001") == b"0.0000001", "readers of it know no exponents"
+    assert wire("INCRBYFLOAT", "sum", "0.1") == b"0.1"
+    assert wire("INCRBYFLOAT", "sum", "0.2") == b"0.3"
+    assert wire("INCRBYFLOAT", "sum", "inf").text.endswith("would produce NaN or Infinity")
     assert wire("INCRBYFLOAT", "m", "1e21") == b"1000000000000000000000"
     assert wire("INCR", "n") == Refused("ERR value is not an integer or out of range")
     wire("SET", "n", 2**63 - 1)
