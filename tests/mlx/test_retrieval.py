@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -340,6 +341,60 @@ def test_what_is_no_file_in_the_place_of_an_entry_does_not_raise(model, tmp_path
         assert not retrieval.has("c")
         with pytest.raises(KeyError):
             retrieval.prepare("c", SUFFIX)
+
+
+def in_the_way(path):
+    path.mkdir()
+    (path / "file").touch()
+
+
+def nothing_can_be_written(path):
+    path.parent.rename(path.parent.with_name("away"))
+
+
+IN_THE_WAY = {
+    "a directory": in_the_way,
+    "a pipe": os.mkfifo,
+    "an endless file": lambda path: path.symlink_to("/dev/zero"),
+    "no directory": nothing_can_be_written,
+}
+
+
+@pytest.mark.parametrize("put", IN_THE_WAY.values(), ids=IN_THE_WAY.keys())
+def test_what_is_in_the_place_of_an_entry_does_not_fail_a_request(model, tmp_path, put):
+    directory = tmp_path / "chunks"
+    with HybridRetrievalCache(model, directory=directory) as retrieval:
+        retrieval.ingest("other", OTHER)
+        retrieval.ingest("c", OTHER)
+        path = directory / f"{retrieval.ingest('c', OTHER).namespace}.json"
+        path.unlink()
+        put(path)
+        assert not retrieval.has("c")
+        assert retrieval.ingest("c", CHUNK).kept
+        cache, _ = retrieval.prepare("c", SUFFIX)
+        assert_continues_as(model, cache, run(model, CHUNK)[0])
+        unwritten = 1 if path.is_dir() or not directory.exists() else 0
+        assert retrieval.stats()["unwritten"] == unwritten
+        assert retrieval.evict("c")
+        assert not retrieval.has("c")
+        assert not retrieval.evict("c")
+        assert retrieval.stats()["known"] == (1 if directory.exists() else 0)
+
+
+def test_what_could_not_be_written_does_not_go_behind_what_is_there(model, tmp_path):
+    directory, away = tmp_path / "chunks", tmp_path / "away"
+    with HybridRetrievalCache(model, directory=directory) as retrieval:
+        retrieval.ingest("c", OTHER)
+        directory.rename(away)
+        assert retrieval.ingest("c", CHUNK).kept
+        assert retrieval.evict("d") is False
+        away.rename(directory)
+        cache, _ = retrieval.prepare("c", SUFFIX)
+        assert_continues_as(model, cache, run(model, CHUNK)[0])
+        retrieval.ingest("c", SUFFIX)  # written again, and nothing is remembered beside it
+        assert retrieval.stats()["unwritten"] == 0
+        (directory / f"{retrieval.ingest('c', SUFFIX).namespace}.json").unlink()
+        assert not retrieval.has("c")
 
 
 # Neither texts nor servers

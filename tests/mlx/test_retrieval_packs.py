@@ -8,7 +8,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from pion_client.mlx import HybridRetrievalCache
-from pion_client.positions import PositionsFixed, Rotation, moved, rotations, rows_at
+from pion_client.positions import PositionsFixed, Reach, Rotation, moved, rotations, rows_at
 from pion_grpc.cli import smollm2
 from pion_grpc.cli.decode import greedy
 from tests.mlx.families import build, tokens
@@ -302,6 +302,47 @@ class Learned(llama.Model):
         return super().__call__(inputs, cache, embedded)
 
 
+class FarAway(llama.Model):
+    """A llama in which something is scaled by the position, but only behind so many tokens."""
+
+    begins, what = 1_500, "keys"
+
+    def __call__(self, inputs, cache=None, input_embeddings=None):
+        first = cache[0].offset if cache else 0
+        places = mx.arange(first, first + inputs.shape[1])[:, None]
+        scale = 1 + mx.maximum(places - self.begins, 0) * 1e-3
+        if self.what == "keys":
+            embedded = self.model.embed_tokens(inputs)
+            return super().__call__(inputs, cache, mx.roll(embedded, 1, -1) * scale - embedded)
+        return super().__call__(inputs, cache, input_embeddings) * scale
+
+
+@pytest.mark.parametrize("what", ["keys", "logits"])
+def test_keys_are_not_moved_to_where_the_model_scales_them(what):
+    plain = build("llama")
+    model = FarAway(plain.args)
+    model.what = what
+    model.update(plain.parameters())
+    pack = tokens(300, seed=4)
+    with HybridRetrievalCache(model) as retrieval:
+        retrieval.set_shared_stub(STUB)
+        retrieval.ingest_pack("p", pack)
+        cache, _ = retrieval.prepare_multi(["p"] * 3, SUFFIX)
+        assert cache[0].offset == len(STUB) + 900
+        for _ in range(2):
+            with pytest.raises(PositionsFixed, match="moved to 2048 differ"):
+                retrieval.prepare_multi(["p"] * 5, SUFFIX)
+        retrieval.prepare_multi(["p"] * 3, SUFFIX)
+
+
+def test_a_plain_model_is_not_refused_far_away():
+    for dtype in ("float32", "bfloat16"):
+        model = build("llama", dtype)
+        reach = Reach(model, rotations(model))
+        for end in (1_000, 8_192, 131_072, 1_000_000):
+            reach.extend(end)
+
+
 class Turned(RoPE):
     """Another rotation under another name."""
 
@@ -311,7 +352,7 @@ def test_positions_that_enter_in_an_unknown_way_do_not_pass():
     rotations(known)
     strange = Learned(known.args)
     strange.update(known.parameters())
-    with pytest.raises(PositionsFixed, match=r"layer 0: moved (keys|values) differ"):
+    with pytest.raises(PositionsFixed, match=r"layer 0: (keys|values) moved to 1000"):
         rotations(strange)
 
 

@@ -10,7 +10,9 @@ A manifest on disk is one JSON file per chunk, named as the key is and replaced 
     {"format": 2, "chunk_id": …, "model": …, "tokens": [ids], "kept": whether the server has said so,
      "checksum": 32 digits of the SHA-256 of the JSON of [chunk_id, model, tokens, kept]}
 
-What cannot be read, is of another key or format, or was changed, counts as unknown.
+What cannot be read, is of another key or format, or was changed, counts as unknown. What cannot be
+written or taken away (the disk is full, something else is in its place) is remembered in this process
+instead, and goes before what is on disk until it has been written: a request does not fail for it.
 """
 
 import collections
@@ -19,6 +21,7 @@ import copy
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Callable
@@ -37,6 +40,8 @@ Compute = Callable[[bytes], Cache]
 """Makes the cache of packed token ids with the model; nobody else has it."""
 
 FORMAT = 2
+ENTRY_BYTES_MAX = 32 << 20
+"""More than a million token ids take in an entry."""
 
 
 class Key(NamedTuple):
@@ -217,21 +222,29 @@ class Manifest:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._lock = threading.Lock()
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, Known | None] = {}
+        """Without a directory, everything; with one, what could not be written. None: forgotten."""
         if directory is not None:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def __len__(self) -> int:
-        if self._directory is None:
-            return len(self._known)
-        return sum(1 for _ in self._directory.glob("*_*.json"))
+        with self._lock:
+            names = {name for name, known in self._known.items() if known is not None}
+            hidden = set(self._known) - names
+        return len(names | ({path.stem for path in self._entries()} - hidden))
+
+    @property
+    def unwritten(self) -> int:
+        """Entries that should have been written, or taken away, and could not be."""
+        return 0 if self._directory is None else len(self._known)
 
     def get(self, key: Key) -> Known | None:
         """Returns what is known of a key."""
-        if self._directory is None:
-            return self._known.get(key.namespace)
+        with self._lock:
+            if self._directory is None or key.namespace in self._known:
+                return self._known.get(key.namespace)
         try:
-            entry = json.loads(self._path(key.namespace).read_text("utf-8"))
+            entry = json.loads(_read(self._path(key.namespace)))
             if (entry["format"], entry["chunk_id"], entry["model"]) != (FORMAT, *_names(key)):
                 return None
             known = Known(blocks.pack_token_ids(entry["tokens"]), entry["kept"])
@@ -240,10 +253,10 @@ class Manifest:
             return None
 
     def put(self, key: Key, known: Known) -> None:
-        """Puts an entry in the place of the former one. Raises OSError."""
+        """Puts an entry in the place of the former one."""
+        with self._lock:
+            self._known[key.namespace] = known
         if self._directory is None:
-            with self._lock:
-                self._known[key.namespace] = known
             return
         chunk_id, model = _names(key)
         entry = {
@@ -254,20 +267,35 @@ class Manifest:
             "kept": known.kept,
             "checksum": _checksum(key, known),
         }
-        _replace(self._path(key.namespace), json.dumps(entry))
+        with contextlib.suppress(OSError):
+            _replace(self._path(key.namespace), json.dumps(entry))
+            self._written(key.namespace, known)
 
     def forget(self, key: Key) -> bool:
         """Forgets a chunk and all its packs; says whether there was anything."""
-        if self._directory is None:
+        with self._lock:
+            known = {name for name, entry in self._known.items() if entry and key.names(name)}
+        there = {path.stem for path in self._entries() if key.names(path.stem)}
+        for name in known | there:
             with self._lock:
-                names = [name for name in self._known if key.names(name)]
-                for name in names:
-                    del self._known[name]
-            return bool(names)
-        found = [path for path in self._directory.glob("*_*.json") if key.names(path.stem)]
-        for path in found:
-            path.unlink(missing_ok=True)
-        return bool(found)
+                self._known[name] = None
+            with contextlib.suppress(OSError):
+                if self._directory is not None:
+                    self._path(name).unlink(missing_ok=True)
+                self._written(name, None)
+        return bool(known | there)
+
+    def _written(self, name: str, known: Known | None) -> None:
+        """What is on disk is right again, unless something else has been noted meanwhile."""
+        with self._lock:
+            if self._known.get(name) == known:
+                self._known.pop(name, None)
+
+    def _entries(self) -> list[Path]:
+        """Returns the files that may be entries."""
+        if self._directory is None:
+            return []
+        return [path for path in self._directory.glob("*_*.json") if path.is_file()]
 
     def _path(self, namespace: str) -> Path:
         assert self._directory is not None
@@ -312,6 +340,16 @@ def _checksum(key: Key, known: Known) -> str:
 
 def _digest(data: bytes, digits: int) -> str:
     return hashlib.sha256(data).hexdigest()[:digits]
+
+
+def _read(path: Path) -> bytes:
+    """Returns what is in a file. Raises OSError for what is none: a pipe has nobody who writes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > ENTRY_BYTES_MAX:
+            raise OSError(f"{path} is no entry of a manifest")
+        return file.read(ENTRY_BYTES_MAX)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -11,10 +11,11 @@ each pair of values of a key by an angle that is the position times a frequency,
 
 The one decision: a model is believed when it has been asked. What is known not to be movable is refused
 with its reason, from the classes of its caches and rotations, and from arguments by which attention
-grows with the position: behind thousands of tokens, where nobody looks. Then a few tokens are run
-twice, at two places, and what the formula makes of the first run's keys is compared with the second's,
-layer by layer: positions that enter anywhere else (learned ones, scaled attention, a key of which
-another share is turned) show as a difference, in architectures too that nobody has thought of here.
+grows with the position. Then a few tokens are run twice, at two places, and what the formula makes of
+the first run's keys is compared with the second's, layer by layer, and so are the logits: positions
+that enter anywhere else (learned ones, scaled attention, a key of which another share is turned) show
+as a difference, in architectures too that nobody has thought of here. What begins to scale behind so
+many tokens shows only there: whoever moves keys further asks again, there (`Reach`).
 """
 
 import dataclasses
@@ -102,8 +103,28 @@ def rotations(model: Any, cache: Sequence[Any] | None = None) -> list[Rotation]:
     if scaled:
         raise PositionsFixed(f"attention is scaled by the position: {', '.join(sorted(scaled))}")
     found = [_rotation(index, layer) for index, layer in enumerate(layers)]
-    _probe(model, found)
+    probe(model, found, PROBE_SHIFT)
     return found
+
+
+class Reach:
+    """How far the keys of a model have been found to be movable."""
+
+    def __init__(self, model: Any, rotations: Sequence[Rotation]) -> None:
+        self._model, self._rotations = model, rotations
+        self._end = PROBE_SHIFT
+
+    def extend(self, end: int) -> None:
+        """Has a look at the model behind a position, unless it has been looked at there or further.
+
+        Raises:
+            PositionsFixed: keys cannot be moved so far.
+        """
+        if end <= self._end:
+            return
+        position = 1 << end.bit_length()  # a few looks are enough for all that will be asked
+        probe(self._model, self._rotations, position)
+        self._end = position
 
 
 def _arguments(arguments: Any) -> Iterator[tuple[str, Any]]:
@@ -153,29 +174,45 @@ class _Elsewhere:
         return create_attention_mask(count, self.offset - self._position, return_array, window_size)
 
 
-def _probe(model: Any, found: Sequence[Rotation]) -> None:
-    here, there = (rows_at(model, position, _PROBE_IDS) for position in (0, PROBE_SHIFT))
+def probe(model: Any, found: Sequence[Rotation], position: int) -> None:
+    """Asks a model whether its keys can be moved to a position.
+
+    Raises:
+        PositionsFixed: they cannot.
+    """
+    here, said = _run_at(model, 0, _PROBE_IDS)
+    there, says = _run_at(model, position, _PROBE_IDS)
     for index, (rotation, mine, models) in enumerate(zip(found, here, there, strict=True)):
         if mine is None or models is None:
             raise PositionsFixed(f"layer {index} has no rows of its own")
-        keys, values = moved(mine[0], rotation, PROBE_SHIFT), mine[1]
-        for side, ours, wanted in (("keys", keys, models[0]), ("values", values, models[1])):
-            difference = _rms(ours - wanted) / max(_rms(wanted), 1e-30)
-            if not difference <= PROBE_DIFFERENCE_MAX:
-                raise PositionsFixed(
-                    f"layer {index}: moved {side} differ from the model's own by {difference:.0%}"
-                )
+        _compare(f"layer {index}: keys", moved(mine[0], rotation, position), models[0], position)
+        _compare(f"layer {index}: values", mine[1], models[1], position)
+    _compare("logits", said, says, position)  # queries leave no rows
+
+
+def _compare(what: str, ours: mx.array, wanted: mx.array, position: int) -> None:
+    difference = _rms(ours - wanted) / max(_rms(wanted), 1e-30)
+    if not difference <= PROBE_DIFFERENCE_MAX:
+        raise PositionsFixed(
+            f"{what} moved to {position} differ from the model's own by {difference:.0%}"
+        )
 
 
 def rows_at(
     model: Any, position: int, token_ids: Sequence[int]
 ) -> list[tuple[mx.array, mx.array] | None]:
     """Runs tokens from a position on, with nothing before them; returns the rows of every layer."""
+    return _run_at(model, position, token_ids)[0]
+
+
+def _run_at(
+    model: Any, position: int, token_ids: Sequence[int]
+) -> tuple[list[tuple[mx.array, mx.array] | None], mx.array]:
     cache = [_Elsewhere(position) for _ in model.layers]
-    model(mx.array([list(token_ids)], mx.int32), cache=cache)
+    logits = model(mx.array([list(token_ids)], mx.int32), cache=cache)
     rows = [slot.rows for slot in cache]
-    mx.eval(rows)
-    return rows
+    mx.eval(rows, logits)
+    return rows, logits
 
 
 def _rms(array: mx.array) -> float:

@@ -36,7 +36,7 @@ from pion_client import identity, positions
 from pion_client.arrays import mlx_core
 from pion_client.bundles import cache_suffix
 from pion_client.chunks import Backend, Cache, Compute, Held, Key, Known, Manifest, compact
-from pion_client.positions import PositionsFixed, Rotation
+from pion_client.positions import PositionsFixed, Reach, Rotation
 from pion_client.tally import Tally
 from pion_client.vocabulary import Vocabulary
 from pion_wire import blocks
@@ -77,6 +77,7 @@ class Stub(NamedTuple):
     model_id: str
     cache: Cache
     rotations: list[Rotation]
+    reach: Reach
 
 
 class HybridRetrievalCache:
@@ -158,7 +159,7 @@ class HybridRetrievalCache:
         self._name = backend
         self._manifest = Manifest(Path(directory) if directory is not None else None)
         self._tally = Tally()
-        self._movable: tuple[str, list[Rotation]] | None = None
+        self._movable: tuple[str, list[Rotation], Reach] | None = None
         self._stub: Stub | None = None
 
     # Chunks
@@ -268,6 +269,7 @@ class HybridRetrievalCache:
             RuntimeError: there is no stub yet.
             KeyError: a pack was never ingested behind this stub, or has been evicted.
             ValueError: there are no packs, or too many, or no suffix ids.
+            PositionsFixed: keys of this model cannot be moved so far.
             PionError: only the server can know a pack, and it is out of reach.
         """
         if isinstance(chunk_ids, str) or not 1 <= len(chunk_ids) <= max_packs:
@@ -276,6 +278,8 @@ class HybridRetrievalCache:
         stub = self._current_stub()
         compute = self._computed_behind(stub)
         packs = [self._cache(self._pack_key(name, stub), compute) for name in chunk_ids]
+        count = len(stub.token_ids) // 4 + sum(pack[0].offset for pack in packs)
+        stub.reach.extend(count + len(rest))
         cache = _composed(self._make_cache(self._model), stub, packs)
         self._tally.add("composed")
         return cache, rest
@@ -287,15 +291,16 @@ class HybridRetrievalCache:
 
         `ingested` counts chunks and packs that were not kept before, `unchanged` those that were, and
         `replaced` those that had other tokens. `prepared` and `composed` are calls of `prepare` and
-        `prepare_multi`. `known` are entries of the manifest. `inproc` adds `computed` (how often the
-        model ran), `held` and `held_bytes`, and how many were `forgotten` for want of room; `pion`
-        adds `alone`, what was computed because the server was out of reach, and as `prompt_cache`
-        what `PionPromptCache.stats` says.
+        `prepare_multi`. `known` are entries of the manifest, `unwritten` what could not be written
+        there (or taken away) and is remembered in this object only. `inproc` adds `computed` (how
+        often the model ran), `held` and `held_bytes`, and how many were `forgotten` for want of room;
+        `pion` adds `alone`, what was computed because the server was out of reach, and as
+        `prompt_cache` what `PionPromptCache.stats` says.
         """
         names = ("ingested", "unchanged", "replaced", "prepared", "composed", "evicted")
         counts = {name: self._tally.of(name) for name in names}
-        own = {"backend": self._name, **counts, "known": len(self._manifest)}
-        return {**own, **self._backend.stats()}
+        entries = {"known": len(self._manifest), "unwritten": self._manifest.unwritten}
+        return {"backend": self._name, **counts, **entries, **self._backend.stats()}
 
     def close(self) -> None:
         """Finishes storing, and closes the connection if it is of its own."""
@@ -359,11 +364,9 @@ class HybridRetrievalCache:
     def _made_stub(self, token_ids: bytes) -> Stub:
         model_id = self._identity()
         if self._movable is None or self._movable[0] != model_id:
-            self._movable = (
-                model_id,
-                positions.rotations(self._model, self._make_cache(self._model)),
-            )
-        return Stub(token_ids, model_id, self._computed(token_ids), self._movable[1])
+            found = positions.rotations(self._model, self._make_cache(self._model))
+            self._movable = model_id, found, Reach(self._model, found)
+        return Stub(token_ids, model_id, self._computed(token_ids), *self._movable[1:])
 
     def _computed(self, token_ids: bytes) -> Cache:
         return compact(self._prefilled(self._make_cache(self._model), token_ids))
