@@ -4,13 +4,14 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
 )
 
 const (
-	triesMax  = 3 // of a read that brings nothing, unless its caller or this client is patient
+	triesMax  = 3 // of a read that brings nothing, once patience is over
 	pauseStep = 100 * time.Millisecond
 	pauseMax  = time.Second
 )
@@ -51,9 +52,34 @@ func (c *Client) bounded(ctx context.Context) (context.Context, context.CancelFu
 	return context.WithTimeout(ctx, c.options.Timeout)
 }
 
+// absence is for how long a server has not been reached, though it was called.
+type absence struct{ since atomic.Pointer[time.Time] }
+
+// note notes how a call ended, or that something of its answer has come.
+func (a *absence) note(ctx context.Context, err error) {
+	var known *Error
+	switch {
+	case err != nil && context.Cause(ctx) != nil: // our own side ended it
+	case err == nil || errors.As(errorOf(ctx, err), &known) && !known.FromTransport:
+		if a.since.Load() != nil {
+			a.since.Store(nil)
+		}
+	case known != nil && known.Reason == ReasonUnavailable:
+		now := time.Now()
+		a.since.CompareAndSwap(nil, &now)
+	}
+}
+
+func (a *absence) lasted() time.Duration {
+	if since := a.since.Load(); since != nil {
+		return time.Since(*since)
+	}
+	return 0
+}
+
 // patience is how long a server that cannot be reached is waited for, when all tries are used up: by a
-// caller that gave a deadline until then; by a client that has had answers for Options.Timeout each time
-// that the server goes, as it will be back, or its proxy.
+// caller that gave a deadline until then; by others until it has been away for Options.Timeout, as it may be
+// starting anew. One that stays away costs that once, and is not waited for until it has answered.
 type patience struct {
 	always bool
 	after  time.Duration
@@ -61,10 +87,8 @@ type patience struct {
 }
 
 func (c *Client) patience(ctx context.Context) *patience {
-	p := new(patience)
-	if _, p.always = ctx.Deadline(); c.answered.Load() {
-		p.after = c.options.Timeout
-	}
+	p := &patience{after: max(c.options.Timeout-c.away.lasted(), 0)}
+	_, p.always = ctx.Deadline()
 	return p
 }
 

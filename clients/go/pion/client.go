@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -63,7 +62,7 @@ type Client struct {
 	states   pionv1.SSMStateClient
 	stats    pionv1.StatsClient
 	routes   routing
-	answered *atomic.Bool // whether any call was, ever
+	away     *absence
 }
 
 // Dial makes a client for "host:port" or "unix:/path", of one server or of a proxy that knows the nodes of a
@@ -98,8 +97,8 @@ func Dial(address string, options Options) (*Client, error) {
 		// Waiting for a retry policy of a name server would cost its look-up.
 		grpc.WithDisableServiceConfig(),
 	}
-	answered := new(atomic.Bool)
-	dialOptions = append(dialOptions, checked(answered)...)
+	away := new(absence)
+	dialOptions = append(dialOptions, checked(away)...)
 	conn, err := connect(address, append(dialOptions, options.DialOptions...))
 	if err != nil {
 		return nil, err
@@ -116,7 +115,7 @@ func Dial(address string, options Options) (*Client, error) {
 		states:   pionv1.NewSSMStateClient(conn),
 		stats:    pionv1.NewStatsClient(conn),
 		routes:   routes,
-		answered: answered,
+		away:     away,
 	}, nil
 }
 

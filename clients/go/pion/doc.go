@@ -13,9 +13,9 @@
 //
 // Deadlines are the context's. A call with one answer whose context has none gets Options.Timeout; a
 // stream lives as long as it brings something within Options.StallTimeout. Reads are asked again where
-// that is safe, broken fetches go on where they broke: three times in a row without anything coming,
-// or until the context's deadline if it has one. A Store is repeated only as a whole, and only where
-// the transport failed.
+// that is safe, broken fetches go on where they broke: three times in a row without anything coming, or
+// as long as the server has been away for less than Options.Timeout, or until the context's deadline if it
+// has one. A Store is repeated only as a whole, and only where the transport failed.
 //
 // Errors of calls are *Error; errors.Is compares their reasons:
 //

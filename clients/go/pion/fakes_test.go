@@ -19,6 +19,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -276,6 +277,15 @@ func TestAResumedStreamThatIsAnotherIsRefused(t *testing.T) {
 	}
 }
 
+// impatient is a client whose server has been away for long.
+func impatient(t *testing.T, address string, options Options) *Client {
+	t.Helper()
+	client := dial(t, address, options)
+	long := time.Now().Add(-time.Hour)
+	client.away.since.Store(&long)
+	return client
+}
+
 func TestOnlyWhatIsSafeIsAskedAgain(t *testing.T) {
 	found := &pionv1.PrefixStoreLookupResponse{Results: []*pionv1.PrefixStoreLookupResponse_Result{{Hit: true}}}
 	for _, c := range []struct {
@@ -293,7 +303,7 @@ func TestOnlyWhatIsSafeIsAskedAgain(t *testing.T) {
 		{"a proxy's refusal", status.Error(codes.PermissionDenied, "no"), 1},
 	} {
 		server := &scripted{lookup: func(context.Context, int) (*pionv1.PrefixStoreLookupResponse, error) { return nil, c.err }}
-		client := dial(t, server.start(t), Options{})
+		client := impatient(t, server.start(t), Options{})
 		_, err := client.Lookup(t.Context(), LookupRequest{Namespace: "n"})
 		var failed *Error
 		if !errors.As(err, &failed) || server.attempts != c.attempts {
@@ -316,7 +326,7 @@ func TestOnlyWhatIsSafeIsAskedAgain(t *testing.T) {
 	}
 }
 
-func TestAServerThatWasThereIsWaitedForAndOneThatNeverWasIsNot(t *testing.T) {
+func TestAServerIsWaitedForWhileItIsRestarted(t *testing.T) {
 	listen := func(address string) (net.Listener, *grpc.Server) {
 		listener, err := net.Listen("tcp", address)
 		if err != nil {
@@ -336,12 +346,12 @@ func TestAServerThatWasThereIsWaitedForAndOneThatNeverWasIsNot(t *testing.T) {
 	}
 	listener, server := listen("127.0.0.1:0")
 	address := listener.Addr().String()
-	client := dial(t, address, Options{})
+	client := dial(t, address, Options{Timeout: time.Minute})
 	if _, err := client.Lookup(t.Context(), LookupRequest{Namespace: "n"}); err != nil {
 		t.Fatal(err)
 	}
 	server.Stop()
-	strange := dial(t, address, Options{})
+	strange := dial(t, address, Options{Timeout: time.Minute}) // nobody has answered it, ever
 	var waiting sync.WaitGroup
 	waiting.Go(func() {
 		if found, err := client.Lookup(t.Context(), LookupRequest{Namespace: "n"}); err != nil || !found.Hit {
@@ -353,14 +363,57 @@ func TestAServerThatWasThereIsWaitedForAndOneThatNeverWasIsNot(t *testing.T) {
 			t.Errorf("store: %v", err)
 		}
 	})
+	waiting.Go(func() {
+		if found, err := strange.Lookup(t.Context(), LookupRequest{Namespace: "n"}); err != nil || !found.Hit {
+			t.Errorf("lookup of a client that is new: %v", err)
+		}
+	})
 	for range 3 { // longer than all tries take
-		if _, err := strange.Lookup(t.Context(), LookupRequest{Namespace: "n"}); !errors.Is(err, ReasonUnavailable) {
+		if _, err := impatient(t, address, Options{}).Fetch(t.Context(), FetchRequest{Namespace: "n"}); !errors.Is(err, ReasonUnavailable) {
 			t.Error(err)
 		}
 	}
 	_, server = listen(address)
 	defer server.Stop()
 	waiting.Wait()
+}
+
+func TestAServerThatStaysAwayIsNotWaitedForAgainAndAgain(t *testing.T) {
+	var back atomic.Bool
+	s := scripted{fetch: func(int, *pionv1.PrefixStoreFetchRequest, pionv1.PrefixStore_FetchServer) error {
+		if back.Load() {
+			return ours(t, codes.Internal, ReasonInternal, 0)
+		}
+		return status.Error(codes.Unavailable, "a proxy's word")
+	}}
+	client := dial(t, s.start(t), Options{Timeout: 200 * time.Millisecond})
+	asked := func() int {
+		s.mutex.Lock()
+		defer s.mutex.Unlock()
+		return s.attempts
+	}
+	for i := range 3 {
+		before := asked()
+		if _, err := client.Fetch(t.Context(), FetchRequest{Namespace: "n"}); !errors.Is(err, ReasonUnavailable) {
+			t.Fatal(err)
+		}
+		if tries := asked() - before; i > 0 && tries != triesMax {
+			t.Errorf("it was asked %d times", tries)
+		}
+	}
+	back.Store(true)
+	if _, err := client.Fetch(t.Context(), FetchRequest{Namespace: "n"}); !errors.Is(err, ReasonInternal) {
+		t.Fatal(err)
+	}
+	if away := client.away.lasted(); away != 0 {
+		t.Errorf("it has answered, and is away for %v", away)
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	client.Fetch(ended, FetchRequest{Namespace: "n"})
+	if away := client.away.lasted(); away != 0 {
+		t.Errorf("its caller has ended the call, and it is away for %v", away)
+	}
 }
 
 func TestAClosedClientIsNotWaitedFor(t *testing.T) {
@@ -450,7 +503,7 @@ func TestAStoreIsRepeatedOnlyIfTheTransportFailed(t *testing.T) {
 		{ours(t, codes.ResourceExhausted, ReasonTooManyStreams, time.Millisecond), 1},
 	} {
 		server := &scripted{store: func(int, pionv1.PrefixStore_StoreServer) error { return c.err }}
-		if _, err := dial(t, server.start(t), Options{}).Store(t.Context(), request); err == nil || server.attempts != c.attempts {
+		if _, err := impatient(t, server.start(t), Options{}).Store(t.Context(), request); err == nil || server.attempts != c.attempts {
 			t.Errorf("%v: sent %d times, %v", c.err, server.attempts, err)
 		}
 	}
@@ -633,7 +686,7 @@ func TestMutualTLSLetsInWhoHasACertificateAndNobodyElse(t *testing.T) {
 		"a stranger":               mutual(trusted.path("ca.pem"), strange.path("client.pem"), strange.path("client.key")),
 		"a server of a stranger's": mutual(strange.path("ca.pem"), trusted.path("client.pem"), trusted.path("client.key")),
 	} {
-		if prefix, err := dial(t, address, options).Fetch(t.Context(), FetchRequest{Namespace: "encrypted"}); err == nil {
+		if prefix, err := impatient(t, address, options).Fetch(t.Context(), FetchRequest{Namespace: "encrypted"}); err == nil {
 			t.Errorf("%s: %+v", what, prefix.Info)
 		}
 	}

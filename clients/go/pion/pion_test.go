@@ -429,7 +429,7 @@ func TestAddressesThatAreNoneAreRefused(t *testing.T) {
 }
 
 func TestAServerThatIsNotThereIsGivenUp(t *testing.T) {
-	client := dial(t, "127.0.0.1:1", Options{})
+	client := impatient(t, "127.0.0.1:1", Options{})
 	_, err := client.Lookup(t.Context(), LookupRequest{Namespace: "x"})
 	var failed *Error
 	if !errors.As(err, &failed) || failed.Reason != ReasonUnavailable || !failed.FromTransport {

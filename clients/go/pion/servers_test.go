@@ -95,7 +95,7 @@ func TestWhatTwoNodesHoldIsListedOnce(t *testing.T) {
 }
 
 func TestNobodyAnswersForANodeThatIsAway(t *testing.T) {
-	all := dial(t, startServer(t, "--attend", "off")+",127.0.0.1:1", Options{Timeout: 300 * time.Millisecond})
+	all := dial(t, startServer(t, "--attend", "off")+",127.0.0.1:1", Options{Timeout: time.Second})
 	for range 2 { // also when it is known to be away
 		if description, err := all.Describe(t.Context()); !errors.Is(err, ReasonUnavailable) {
 			t.Errorf("%+v, %v", description, err)

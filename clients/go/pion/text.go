@@ -2,7 +2,7 @@ package pion
 
 import (
 	"context"
-	"sync/atomic"
+	"io"
 	"unicode/utf8"
 
 	"google.golang.org/grpc"
@@ -40,8 +40,8 @@ func checkValue(field protoreflect.FieldDescriptor, value protoreflect.Value) er
 }
 
 // checked are the interceptors of a connection whose messages are checked before they are sent, and that
-// notes when one was answered.
-func checked(answered *atomic.Bool) []grpc.DialOption {
+// notes whether its server is there.
+func checked(away *absence) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithChainUnaryInterceptor(func(
 			ctx context.Context, method string, request, answer any, conn *grpc.ClientConn, call grpc.UnaryInvoker,
@@ -53,9 +53,7 @@ func checked(answered *atomic.Bool) []grpc.DialOption {
 				}
 			}
 			err := call(ctx, method, request, answer, conn, options...)
-			if err == nil {
-				answered.Store(true)
-			}
+			away.note(ctx, err)
 			return err
 		}),
 		grpc.WithChainStreamInterceptor(func(
@@ -64,22 +62,25 @@ func checked(answered *atomic.Bool) []grpc.DialOption {
 		) (grpc.ClientStream, error) {
 			stream, err := open(ctx, desc, conn, method, options...)
 			if err != nil {
+				away.note(ctx, err)
 				return nil, err
 			}
-			return checkedStream{stream, answered}, nil
+			return checkedStream{stream, away}, nil
 		}),
 	}
 }
 
 type checkedStream struct {
 	grpc.ClientStream
-	answered *atomic.Bool
+	away *absence
 }
 
 func (s checkedStream) RecvMsg(message any) error {
 	err := s.ClientStream.RecvMsg(message)
-	if err == nil && !s.answered.Load() {
-		s.answered.Store(true)
+	if err == io.EOF {
+		s.away.note(s.Context(), nil)
+	} else {
+		s.away.note(s.Context(), err)
 	}
 	return err
 }

@@ -309,17 +309,19 @@ func (x *SSMStateStoreResponse) GetGeneration() uint64 {
 	return 0
 }
 
-// Asks for one value.
+// Asks for a value, or for several of one session.
 type SSMStateFetchRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The session. Required.
 	Session string `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	// The layer or cache slot.
 	Layer uint32 `protobuf:"varint,2,opt,name=layer,proto3" json:"layer,omitempty"`
-	// To resume: skip this many bytes.
+	// To resume: skip this many bytes of the first value.
 	OffsetBytes uint64 `protobuf:"varint,3,opt,name=offset_bytes,json=offsetBytes,proto3" json:"offset_bytes,omitempty"`
-	// If above 0: refuse with GENERATION unless the value still has it.
-	Generation    uint64 `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
+	// If above 0: refuse with GENERATION unless the first value still has it.
+	Generation uint64 `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Further layers, at most 999: their values follow in this order.
+	MoreLayers    []uint32 `protobuf:"varint,5,rep,packed,name=more_layers,json=moreLayers,proto3" json:"more_layers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -382,7 +384,14 @@ func (x *SSMStateFetchRequest) GetGeneration() uint64 {
 	return 0
 }
 
-// The first message of a Fetch.
+func (x *SSMStateFetchRequest) GetMoreLayers() []uint32 {
+	if x != nil {
+		return x.MoreLayers
+	}
+	return nil
+}
+
+// What comes before the bytes of a value.
 type SSMStateFetchHeader struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whether it is stored.
@@ -449,7 +458,7 @@ func (x *SSMStateFetchHeader) GetGeneration() uint64 {
 // One message of a Fetch.
 type SSMStateFetchResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Header first, then the bytes in order.
+	// Header first, then the bytes in order; then those of the next value.
 	//
 	// Types that are valid to be assigned to Message:
 	//
@@ -904,14 +913,16 @@ const file_pion_v1_ssm_state_proto_rawDesc = "" +
 	"durability\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x02 \x01(\x04R\n" +
-	"generation\"\x89\x01\n" +
+	"generation\"\xaa\x01\n" +
 	"\x14SSMStateFetchRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x14\n" +
 	"\x05layer\x18\x02 \x01(\rR\x05layer\x12!\n" +
 	"\foffset_bytes\x18\x03 \x01(\x04R\voffsetBytes\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x04 \x01(\x04R\n" +
-	"generation\"v\n" +
+	"generation\x12\x1f\n" +
+	"\vmore_layers\x18\x05 \x03(\rR\n" +
+	"moreLayers\"v\n" +
 	"\x13SSMStateFetchHeader\x12\x14\n" +
 	"\x05found\x18\x01 \x01(\bR\x05found\x12)\n" +
 	"\x04info\x18\x02 \x01(\v2\x15.pion.v1.SSMStateInfoR\x04info\x12\x1e\n" +
