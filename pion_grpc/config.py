@@ -139,6 +139,11 @@ def parse_bool(text: str) -> bool:
     return known[text.strip().lower()]
 
 
+def parse_path(text: str) -> Path:
+    """Returns a path, a leading `~` being the user's home directory."""
+    return Path(text).expanduser()
+
+
 def default_data() -> Path:
     """Returns where data lies unless told otherwise."""
     if sys.platform == "darwin":
@@ -178,7 +183,7 @@ def _setting(
 class Config:
     """Everything that can be set about a server."""
 
-    data: Path = _setting(default_data, lambda t: Path(t).expanduser(), "data directory", "DIR")
+    data: Path = _setting(default_data, parse_path, "data directory", "DIR")
     listen: str = _setting(
         "127.0.0.1:50051", _listen, "HOST:PORT or unix:PATH; port 0 picks one", "ADDRESS"
     )
@@ -244,14 +249,14 @@ class Config:
     )
     password_file: Path | None = _setting(
         None,
-        lambda t: Path(t).expanduser(),
+        parse_path,
         "file with the password that clients must give",
         "FILE",
     )
 
     tls_cert: Path | None = _setting(
         None,
-        lambda t: Path(t).expanduser(),
+        parse_path,
         "certificate of the gRPC address, PEM, read anew when it changes; none: no TLS "
         "(PION_SERVER_TLS_CERT; so are the next two)",
         "FILE",
@@ -259,14 +264,14 @@ class Config:
     )
     tls_key: Path | None = _setting(
         None,
-        lambda t: Path(t).expanduser(),
+        parse_path,
         "key of that certificate",
         "FILE",
         variable="PION_SERVER_TLS_KEY",
     )
     tls_client_ca: Path | None = _setting(
         None,
-        lambda t: Path(t).expanduser(),
+        parse_path,
         "mutual TLS: clients must have a certificate of this CA",
         "FILE",
         variable="PION_SERVER_TLS_CLIENT_CA",

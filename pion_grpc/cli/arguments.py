@@ -1,16 +1,20 @@
-"""The arguments of every command: quick to import, so that `--help` and errors are immediate."""
+"""The arguments of every command.
+
+Knows no command, only where it is. The one decision: a command is imported when it runs, so that
+`--help` and errors are immediate.
+"""
 
 import argparse
 import dataclasses
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pion_grpc.cli.bench import add_bench
 from pion_grpc.cli.mesh import add_mesh
-from pion_grpc.config import Config, default_data, environment_settings
+from pion_grpc.config import Config, default_data, environment_settings, parse_path
 from pion_grpc.errors import CannotStart
 
 Commands = Any  # argparse's subparsers action, which has no public name
@@ -85,18 +89,22 @@ def add_demo(commands: Commands) -> None:
     _command(
         commands,
         "demo",
-        _demo,
+        "demo:demo",
         "show the main job on a real model",
-        "Starts a server of its own, lets one process prefill a prompt and store it, and a second one "
-        "fetch it and answer; compares both answers. Exit status 1 if they differ.",
+        "Starts a server of its own. One process prefills a prompt and stores it, a second one fetches "
+        "it; both answer the same question, and the answers are compared. Exit status 1 if they differ.",
     )
 
 
 def add_ls(commands: Commands) -> None:
     """`pion-grpc ls [PREFIX]`."""
-    parser = _command(commands, "ls", _ls, "list what is stored", "Lists prefixes by name.")
+    parser = _command(
+        commands, "ls", "inspect:ls", "list what is stored", "Lists prefixes by name."
+    )
     add_connection(parser)
-    parser.add_argument("prefix", nargs="?", default="", help="only names that begin so")
+    parser.add_argument(
+        "prefix", nargs="?", default="", help="list only names that begin with this"
+    )
 
 
 def add_stat(commands: Commands) -> None:
@@ -104,13 +112,13 @@ def add_stat(commands: Commands) -> None:
     parser = _command(
         commands,
         "stat",
-        _stat,
-        "show what the server saved, and what it holds",
+        "inspect:stat",
+        "show what the server has saved you, and what it holds",
         "Shows the receipt (hits, tokens, bytes, prefill time avoided) and the budgets in use.",
     )
     add_connection(parser)
     parser.add_argument(
-        "--reset", action="store_true", help="show the receipt, and set its counters to zero"
+        "--reset", action="store_true", help="show the receipt, then set its counters to zero"
     )
 
 
@@ -119,9 +127,10 @@ def add_drop(commands: Commands) -> None:
     parser = _command(
         commands,
         "drop",
-        _drop,
-        "take prefixes out",
-        "Takes names and their matches away at once. Exit status 1 if one was not stored.",
+        "inspect:drop",
+        "remove prefixes",
+        "Removes prefixes by name; they are neither found nor matched from then on. Exit status 1 if "
+        "one was not stored.",
     )
     add_connection(parser)
     parser.add_argument("names", nargs="+", metavar="NAME", help="as `pion-grpc ls` shows it")
@@ -132,14 +141,14 @@ def add_export(commands: Commands) -> None:
     parser = _command(
         commands,
         "export",
-        _export,
+        "transfer:export_prefix",
         "write one prefix to a safetensors file",
-        "Writes a prefix, the rows of its parents included, to one safetensors file: complete under "
-        "its name, or not there.",
+        "Writes a prefix, including the rows of its parents, to one safetensors file, which is complete "
+        "as soon as it exists.",
     )
     add_connection(parser)
     parser.add_argument("name", metavar="NAME", help="as `pion-grpc ls` shows it")
-    parser.add_argument("file", metavar="FILE", type=Path, help="where to")
+    parser.add_argument("file", metavar="FILE", type=parse_path, help="the file to write")
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
@@ -148,46 +157,46 @@ def add_import(commands: Commands) -> None:
     parser = _command(
         commands,
         "import",
-        _import,
+        "transfer:import_file",
         "store a file that `export` wrote",
-        "Stores the prefix of a file. Every page and the header are checked first; a file in which a "
-        "bit has changed is refused. With --data, makes a data directory of a snapshot, for a server "
-        "to be started on.",
+        "Stores the prefix in a file. The header and every page are checked first; a file with a single "
+        "changed bit is refused. With --data, restores a snapshot of a whole store to a new data "
+        "directory, without a server.",
     )
     add_connection(parser)
     parser.add_argument(
-        "file", metavar="FILE", type=Path, help="what `pion-grpc export` or KV.PREFIX.SAVE wrote"
+        "file",
+        metavar="FILE",
+        type=parse_path,
+        help="written by `pion-grpc export` or KV.PREFIX.SAVE",
     )
     parser.add_argument(
-        "--data", metavar="DIR", type=Path, help="where a snapshot becomes a data directory"
+        "--data", metavar="DIR", type=parse_path, help="the data directory to restore a snapshot to"
     )
     parser.add_argument(
         "--namespace",
         metavar="NAME",
         help="store it under this name (default: the one in the file)",
     )
-    parser.add_argument(
-        "--replace", action="store_true", help="replace what is stored under the name"
-    )
+    parser.add_argument("--replace", action="store_true", help="replace whatever has this name")
 
 
 def add_verify(commands: Commands) -> None:
-    """`pion-grpc verify [DIR]`."""
+    """`pion-grpc verify`."""
     parser = _command(
         commands,
         "verify",
-        _verify,
+        "verify:verify",
         "re-read every stored page against its checksum",
-        "Checks a data directory, with or without a running server, and changes nothing in it. Exit "
-        "status 1 if something is damaged.",
+        "Checks a data directory, whether a server is running on it or not, and changes nothing in it. "
+        "Exit status 1 if something is damaged.",
     )
     parser.add_argument(
-        "directory",
+        "--data",
         metavar="DIR",
-        nargs="?",
-        type=lambda text: Path(text).expanduser(),
+        type=parse_path,
         default=os.environ.get("PION_DATA") or str(default_data()),
-        help="data directory (default %(default)s)",
+        help="the data directory (PION_DATA; default %(default)s)",
     )
 
 
@@ -196,17 +205,17 @@ def add_rebuild(commands: Commands) -> None:
     parser = _command(
         commands,
         "rebuild",
-        _rebuild,
-        "make a lost or damaged catalogue anew from the segments",
-        "Makes the catalogue of a data directory from its segments, of which every page is checked; "
-        "no server may run on it. What cannot be adopted, and a damaged catalogue, is moved to "
-        "DIR/not-adopted. Rows that were never sealed, keys and recurrent states are lost with a "
-        "catalogue. Exit status 1 if something was not adopted.",
+        "rebuild:rebuild_catalogue",
+        "rebuild a lost or damaged catalogue from the segments",
+        "Rebuilds the catalogue of a data directory from its segments, checking every page of them. No "
+        "server may be running on the directory. A damaged catalogue, and files that cannot be adopted, "
+        "are moved to DIR/not-adopted. Rows that were never sealed, keys and recurrent states are lost "
+        "with a catalogue. Exit status 1 if a file was not adopted.",
     )
     parser.add_argument(
         "--data",
         metavar="DIR",
-        type=lambda text: Path(text).expanduser(),
+        type=parse_path,
         required=True,
         help="the data directory",
     )
@@ -214,7 +223,7 @@ def add_rebuild(commands: Commands) -> None:
         "--tenant",
         metavar="NAME",
         default="",
-        help="whose all prefixes become: segments do not say it (default: the administrator's)",
+        help="who gets all the prefixes, as segments name no owner (default: the administrator)",
     )
 
 
@@ -223,14 +232,16 @@ def add_doctor(commands: Commands) -> None:
     parser = _command(
         commands,
         "doctor",
-        _doctor,
+        "doctor:doctor",
         "check this machine, and compute sizes",
-        "Says what is installed, what computes on what, which limits are too low, and how many bytes a "
+        "Shows what is installed, which device computes, which limits are too low, and how many bytes a "
         "token takes. Exit status 1 if something would not work.",
     )
     add_connection(parser)
-    layout = parser.add_argument_group("a layout to compute sizes of (default: well-known models)")
-    layout.add_argument("--model", metavar="NAME", help="a well-known model; a part of its name")
+    layout = parser.add_argument_group(
+        "the layout to compute sizes for (default: those of well-known models)"
+    )
+    layout.add_argument("--model", metavar="NAME", help="a well-known model, or part of its name")
     for flag, text in (
         ("--layers", "attention layers"),
         ("--kv-heads", "K/V heads per layer"),
@@ -238,7 +249,10 @@ def add_doctor(commands: Commands) -> None:
     ):
         layout.add_argument(flag, type=_named(_positive, "number"), metavar="N", help=text)
     layout.add_argument(
-        "--dtype", choices=("f32", "f16", "bf16"), default="bf16", help="of a value (default bf16)"
+        "--dtype",
+        choices=("f32", "f16", "bf16"),
+        default="bf16",
+        help="data type of a value (default bf16)",
     )
     layout.add_argument("--codec", default="raw", help="how rows are stored (default raw)")
 
@@ -252,100 +266,45 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("PION_ADDRESS") or DEFAULT_ADDRESS,
         help="HOST:PORT or unix:PATH (PION_ADDRESS; default %(default)s)",
     )
-    group.add_argument("--tenant", metavar="NAME", help="who asks (PION_TENANT)")
+    group.add_argument("--tenant", metavar="NAME", help="the tenant to act as (PION_TENANT)")
     group.add_argument(
         "--password-file",
         metavar="FILE",
-        type=lambda text: Path(text).expanduser(),
+        type=parse_path,
         default=os.environ.get("PION_PASSWORD_FILE") or None,
-        help="file with the password (or PION_PASSWORD)",
+        help="file with the password (PION_PASSWORD_FILE, or the password itself in PION_PASSWORD)",
     )
     for flag, text in (
-        ("--tls-ca", "certificates that the server's must come from (PION_TLS_CA)"),
-        ("--tls-cert", "our own certificate, for mutual TLS (PION_TLS_CERT)"),
+        ("--tls-ca", "certificates of the authorities to trust (PION_TLS_CA)"),
+        ("--tls-cert", "the client's own certificate, for mutual TLS (PION_TLS_CERT)"),
         ("--tls-key", "the key of that certificate (PION_TLS_KEY)"),
     ):
         variable = "PION_" + flag.removeprefix("--").replace("-", "_").upper()
         group.add_argument(
             flag,
             metavar="FILE",
-            type=lambda text: Path(text).expanduser(),
+            type=parse_path,
             default=os.environ.get(variable) or None,
             help=text,
         )
 
 
 def _command(
-    commands: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    description: str,
+    commands: Commands, name: str, where: str, summary: str, description: str
 ) -> argparse.ArgumentParser:
+    """Adds a command; `where`, a `module:function` of this package, is imported when it is run."""
+
+    def run(options: argparse.Namespace) -> int:
+        command: Callable[[argparse.Namespace], int]
+        command = pkgutil.resolve_name(f"{__package__}.{where}")
+        return command(options)
+
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=description, allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(run=run)
     return parser
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from pion_grpc.cli.demo import demo
-
-    return demo(options)
-
-
-def _ls(options: argparse.Namespace) -> int:
-    from pion_grpc.cli.inspect import ls
-
-    return ls(options)
-
-
-def _stat(options: argparse.Namespace) -> int:
-    from pion_grpc.cli.inspect import stat
-
-    return stat(options)
-
-
-def _drop(options: argparse.Namespace) -> int:
-    from pion_grpc.cli.inspect import drop
-
-    return drop(options)
-
-
-def _export(options: argparse.Namespace) -> int:
-    from pion_grpc.cli.transfer import export_prefix
-
-    return export_prefix(options)
-
-
-def _import(options: argparse.Namespace) -> int:
-    if options.data is not None:
-        from pion_grpc.cli.restoring import restore
-
-        return restore(options)
-    from pion_grpc.cli.transfer import import_prefix
-
-    return import_prefix(options)
-
-
-def _verify(options: argparse.Namespace) -> int:
-    from pion_grpc.cli.verify import verify
-
-    return verify(options)
-
-
-def _rebuild(options: argparse.Namespace) -> int:
-    from pion_grpc.cli.rebuild import rebuild_catalogue
-
-    return rebuild_catalogue(options)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from pion_grpc.cli.doctor import doctor
-
-    return doctor(options)
 
 
 def _positive(text: str) -> int:
@@ -362,7 +321,7 @@ def _named(parse: Any, name: str) -> Any:
         try:
             return parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error) or f"{text!r} is no {name}") from error
+            raise argparse.ArgumentTypeError(str(error) or f"{text!r} is not a {name}") from error
 
     return convert
 

@@ -1,4 +1,4 @@
-"""The server that a command talks to, and what to do where it does not answer.
+"""The server that a command talks to, and what to do when it does not answer.
 
 The one decision: every error of the client becomes one sentence that says what to do next, here and
 nowhere else.
@@ -69,7 +69,7 @@ def explained(options: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except errors.PionError as error:
-        raise CommandFailed(_advice(options.address, error), reason=error.reason) from error
+        raise CommandFailed(_advice(options, error), reason=error.reason) from error
 
 
 def password(options: argparse.Namespace) -> str | None:
@@ -89,29 +89,38 @@ def tls(options: argparse.Namespace) -> Tls | None:
     return given if given != Tls() and not options.address.startswith("unix:") else None
 
 
-def one_node_asked(address: str) -> str:
-    """What to say beside that nothing is there: through a proxy that is one node's answer."""
-    if "," in address:
+def one_node_asked(options: argparse.Namespace) -> str:
+    """Returns what "nothing is there" may mean through the proxy of a mesh; empty outside of one.
+
+    In a mesh clients show a certificate, and a proxy passes on the answer of a single node.
+    """
+    if "," in options.address or options.tls_cert is None:
         return ""
     return (
-        "through a mesh's proxy only the node that the name belongs to was asked: ask all of them with "
-        "--address SERVER,SERVER,… (nodes.txt of the mesh)"
+        "through a mesh's proxy only the node that the name belongs to was asked: to ask all of them, "
+        "use --address SERVER,SERVER,… (the mesh's nodes.txt lists them)"
     )
 
 
-def _advice(address: str, error: errors.PionError) -> str:
+def _advice(options: argparse.Namespace, error: errors.PionError) -> str:
+    address: str = options.address
     if isinstance(error, errors.Unavailable) and error.from_transport:
         listen = "" if address == DEFAULT_ADDRESS else f" --listen {address}"
-        return (
+        text = (
             f"no server answers at {address}: start one with `pion-grpc serve{listen}`, or name "
-            "another with --address or PION_ADDRESS; one with TLS answers nobody who does not trust "
-            "it, or whose certificate it does not know (--tls-ca, --tls-cert, --tls-key)"
+            "another with --address or PION_ADDRESS"
         )
+        if tls(options) is not None:
+            text += (
+                "; if one is running there, it may have no TLS, or one side does not accept the other's "
+                "certificate (--tls-ca, --tls-cert, --tls-key)"
+            )
+        return text
     if isinstance(error, errors.DeadlineExceeded):
-        return f"the server at {address} did not answer in time: is it one of ours, and is it well?"
+        return f"the server at {address} did not answer in time: is it busy, or another program?"
     if isinstance(error, errors.NotAuthenticated):
         return (
-            f"the server at {address} wants a password: set PION_PASSWORD (and PION_TENANT where there "
-            "are tenants), or use --password-file"
+            f"the server at {address} did not accept the password, or needs one: set PION_PASSWORD (and "
+            "PION_TENANT, if there are tenants), or use --password-file"
         )
     return printable(str(error))

@@ -65,7 +65,7 @@ def main(address: str) -> None:
         from pion_grpc.cli import smollm2
         from pion_grpc.cli.decode import greedy
     except ImportError as error:
-        sys.exit(f"{error}: the demo needs pip install 'pion-client[mlx]'")
+        sys.exit(f"{error}: the demo needs mlx-lm; in a clone: pip install 'clients/python[mlx]'")
     try:
         model, tokenizer = smollm2.load()
     except (smollm2.ModelMissingError, OSError) as error:

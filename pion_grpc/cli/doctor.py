@@ -1,7 +1,7 @@
 """`doctor`: what this machine has, what would be slow or fail on it, and how large prefixes are.
 
-Each check is a finding: fine, worth a note, or a problem; what is not fine says what to do. Nothing is
-measured: on a busy machine a stopwatch would call a fast library slow.
+Each check is a finding: fine, worth a note, or a problem; one that is not fine says what to do. Nothing
+is timed: on a busy machine a stopwatch would call a fast library slow.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from pion_grpc import __version__
 from pion_grpc.cli import blas
 from pion_grpc.cli.connecting import connected
 from pion_grpc.cli.failure import CommandFailed
-from pion_grpc.cli.output import printable, show, size, table
+from pion_grpc.cli.output import counted, printable, show, size, table
 from pion_grpc.config import default_data
 from pion_wire.layout import DType, Layout, LayoutError, Side, TensorLayout
 
 CHUNK_TOKENS = 256
-"""Tokens of a chunk in the engines that keep K/V in chunks."""
+"""Tokens per chunk in engines that keep K/V in chunks."""
 OPEN_FILES_WANTED = 4_096
-"""64 streams may each read a chain of 32 segments, beside connections and the catalogue."""
+"""64 streams may each read a chain of 32 segments; connections and the catalogue need files too."""
 FREE_BYTES_WANTED = 1 << 30
 
 
@@ -123,7 +123,7 @@ def _installed() -> Iterator[Finding]:
     try:
         yield Finding("fine", "mlx-lm", importlib.metadata.version("mlx-lm"))
     except importlib.metadata.PackageNotFoundError:
-        advice = "pip install 'pion-client[mlx]': prompt caches and the demo need it"
+        advice = "pip install 'clients/python[mlx]', in a clone: prompt caches and the demo need it"
         yield Finding("note", "mlx-lm", "missing", advice)
     yield _sqlite()
 
@@ -228,7 +228,8 @@ def _server(options: argparse.Namespace) -> Finding:
             server = client.describe()
     except CommandFailed as failure:
         return Finding("note", "server", f"not at {options.address}", str(failure))
-    found = f"{server.version} at {options.address}, {server.prefix_count:,} prefixes"
+    prefixes = counted(server.prefix_count, "prefix", "prefixes")
+    found = f"{server.version} at {options.address}, {prefixes}"
     return Finding("fine", "server", found)
 
 
@@ -240,7 +241,7 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
     if any(given):
         if not all(given) or options.model:
             raise CommandFailed(
-                "a layout is --layers, --kv-heads and --head-dim together, or a --model",
+                "give --layers, --kv-heads and --head-dim together, or --model",
                 reason="INVALID",
             )
         return [Shape("your layout", *given)]
@@ -249,7 +250,7 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
     if not found:
         known = ", ".join(shape.name for shape in SHAPES)
         raise CommandFailed(
-            f"no such model is known here: give --layers, --kv-heads and --head-dim. Known: {known}",
+            f"this model is not known here: give --layers, --kv-heads and --head-dim. Known: {known}",
             reason="INVALID",
         )
     return found

@@ -14,7 +14,7 @@ from rich.console import Console
 from pion_client.errors import NotAllowed
 from pion_client.values import Description, PrefixInfo, Receipt
 from pion_grpc.cli.connecting import connected, one_node_asked
-from pion_grpc.cli.output import pairs, printable, seconds, show, size, table
+from pion_grpc.cli.output import counted, pairs, printable, seconds, show, size, table
 from pion_wire.layout import Layout
 
 
@@ -25,7 +25,8 @@ def ls(options: argparse.Namespace) -> int:
 
     def render(console: Console) -> None:
         if not found:
-            console.print(f"nothing is stored{' under such a name' if options.prefix else ''}")
+            where = f" under a name that begins with {options.prefix!r}" if options.prefix else ""
+            console.print(f"nothing is stored{where}")
             return
         shown = table(
             "", "name", "tokens", "on disk", "stored as", "parent", "model", "since",
@@ -43,7 +44,7 @@ def ls(options: argparse.Namespace) -> int:
             )
         console.print(shown)
         total = sum(info.stored_bytes for info in found)
-        console.print(f"{len(found):,} prefixes, {size(total)}")
+        console.print(f"{counted(len(found), 'prefix', 'prefixes')}, {size(total)}")
 
     show(options, {"prefixes": [_as_json(info) for info in found]}, render)
     return 0
@@ -85,7 +86,7 @@ def drop(options: argparse.Namespace) -> int:
     def render(console: Console) -> None:
         for name, was_stored in results:
             console.print(f"{printable(name)}: {'dropped' if was_stored else 'was not stored'}")
-        if not all(dropped) and (hint := one_node_asked(options.address)):
+        if not all(dropped) and (hint := one_node_asked(options)):
             console.print(hint)
 
     value = {"results": [{"namespace": name, "dropped": done} for name, done in results]}
@@ -128,7 +129,9 @@ def _server_rows(server: Description) -> "list[tuple[str, str]]":
     if server.tenant_budget_bytes:
         rows.insert(5, ("per tenant", f"at most {size(server.tenant_budget_bytes)}"))
     if server.attend_backend:
-        rows.append(("attend entries", f"{server.attend_warm:,} warm, {server.attend_cold:,} cold"))
+        rows.append(
+            ("attend entries", f"{server.attend_warm:,} resident, {server.attend_cold:,} cold")
+        )
         moved = f"{server.attend_demotions:,} demotions, {server.attend_rehydrates:,} rehydrates"
         rows.append(("since the start", moved))
     return rows
@@ -175,7 +178,7 @@ def _tensors(layout: Layout) -> list[dict[str, Any]]:
 
 
 def _kept_as(info: PrefixInfo) -> str:
-    """Says where a prefix stands and how exact it is: `sealed`, `live`, `sealed, int8 (lossy)`."""
+    """Says what state a prefix is in and how exact it is: `sealed`, `live`, `sealed, int8 (lossy)`."""
     codecs = sorted({tensor.codec for tensor in info.layout.tensors} - {"raw"})
     return f"{info.state.value}, {' '.join(codecs)} (lossy)" if codecs else info.state.value
 

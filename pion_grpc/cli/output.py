@@ -1,8 +1,8 @@
 """What commands show: tables and bars for people, one JSON value for programs.
 
 Knows nothing of prefixes. The one decision: whatever came from elsewhere (names, model ids, paths) is
-shown without markup and with every character that is not printable written out, so that nobody's name
-for a prefix can move a cursor or hide a line. Results go to stdout, progress to stderr.
+shown without markup and with every unprintable character escaped, so that nobody can name a prefix so
+that it moves the cursor or hides a line. Results go to stdout, progress to stderr.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 PIPE_WIDTH = 200
-"""Columns where nobody watches: names are not cut for a terminal that does not exist."""
+"""Columns where the output is no terminal: names are not cut to a width that does not exist."""
 
 Advance: TypeAlias = Callable[[int, int], None]
 """Takes (bytes done, bytes in all)."""
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Returns where people read."""
+    """Returns the console that people read."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPE_WIDTH
     return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
@@ -60,8 +60,13 @@ def pairs(title: str, rows: "list[tuple[str, str]]") -> Table:
 
 
 def printable(text: str) -> str:
-    """Returns a text in which every character that is not printable is written out."""
+    """Returns a text with every unprintable character escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """Returns a number with its noun, such as `1 prefix` or `2 prefixes`."""
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def size(count: int) -> str:

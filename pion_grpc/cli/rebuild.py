@@ -1,4 +1,4 @@
-"""`rebuild`: a catalogue made anew from the segments beside it."""
+"""`rebuild`: a new catalogue, made from the segments beside it."""
 
 import argparse
 import shlex
@@ -6,7 +6,7 @@ import shlex
 from rich.console import Console
 
 from pion_grpc.cli.failure import CommandFailed
-from pion_grpc.cli.output import printable, progress, show, size, table
+from pion_grpc.cli.output import counted, printable, progress, show, size, table
 from pion_grpc.core.rebuild import NOT_ADOPTED, rebuild
 from pion_grpc.errors import DiskFull
 
@@ -29,8 +29,8 @@ def rebuild_catalogue(options: argparse.Namespace) -> int:
             console.print(shown)
         kept = f" ({hidden:,} of them replaced, kept for their children)" if hidden else ""
         console.print(
-            f"{len(rebuilt.adopted):,} prefixes adopted{kept}, {len(rebuilt.not_adopted):,} files not; "
-            f"{size(rebuilt.bytes_read)} read"
+            f"{counted(len(rebuilt.adopted), 'prefix', 'prefixes')} adopted{kept}, "
+            f"{counted(len(rebuilt.not_adopted), 'file', 'files')} not; {size(rebuilt.bytes_read)} read"
         )
         directory = printable(shlex.quote(str(options.data)))
         console.print(f"start a server: pion-grpc serve --data {directory}")

@@ -30,9 +30,11 @@ from pion_grpc import errors as core_errors
 from pion_grpc.cli.connecting import Wire, connected, one_node_asked, wired
 from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.cli.output import Advance, printable, progress, show, size
+from pion_grpc.cli.restoring import restore
 from pion_grpc.core.order import PartOrder, RowOrder
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import CheckedRun, OpenFile, SegmentWriter
+from pion_grpc.storage.snapshot import is_snapshot
 from pion_wire import framing
 from pion_wire.blocks import route_key
 from pion_wire.framing import FrameError, HeaderBytes, PartChunk, RowChunk
@@ -88,8 +90,20 @@ def export_prefix(options: argparse.Namespace) -> int:
     return 0
 
 
-def import_prefix(options: argparse.Namespace) -> int:
-    """Stores the prefix of a file."""
+def import_file(options: argparse.Namespace) -> int:
+    """Stores the prefix of a file; with `--data`, makes a data directory of a snapshot."""
+    if options.data is None:
+        return _import_prefix(options)
+    if options.namespace is not None or options.replace:
+        raise CommandFailed(
+            "--namespace and --replace are for a single prefix; with --data, a whole store is "
+            "restored under the names it had",
+            reason="INVALID",
+        )
+    return restore(options)
+
+
+def _import_prefix(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         with progress(options, "checking") as advance:
             source = stack.enter_context(opened(options.file))
@@ -131,7 +145,7 @@ def _stored(client: Client, options: argparse.Namespace) -> PrefixInfo:
     found = next(client.list(name), None)  # of all names that begin so, itself is the first
     if found is None or found.namespace != name:
         text = f"nothing is stored as {name!r}: `pion-grpc ls` shows what is"
-        if hint := one_node_asked(options.address):
+        if hint := one_node_asked(options):
             text = f"{text}; {hint}"
         raise CommandFailed(text, reason="NOT_STORED")
     if not found.token_count:
@@ -153,7 +167,7 @@ def _check_target(target: Path, *, force: bool) -> None:
         raise CommandFailed(f"{target} is a directory: name a file in it", reason="INVALID")
     if not stat.S_ISREG(mode):
         raise CommandFailed(
-            f"{target} is no regular file, and is left as it is: name another", reason="INVALID"
+            f"{target} is not a regular file and is left as it is: name another", reason="INVALID"
         )
     if not force:
         raise CommandFailed(f"{target} exists: --force replaces it", reason="INVALID")
@@ -177,7 +191,7 @@ def _writing(target: Path) -> Iterator[Path]:
 
 
 class _Stream(NamedTuple):
-    """A Fetch in progress: what was announced, and the chunks behind it."""
+    """A Fetch in progress: what was announced, and the chunks that follow."""
 
     announced: Announced
     chunks: Iterator[Chunk]
@@ -217,7 +231,7 @@ def _data(
     yield from _in_order(rows.chunks, RowOrder(info.layout, 0, info.token_count))
     for boundary in sorted({part.boundary_tokens for part in parts}):
         wanted = [part for part in parts if part.boundary_tokens == boundary]
-        # No rows, and the parts that are exact behind the last of them.
+        # No rows, only the parts that are exact after this many tokens.
         nothing = types_pb2.RowRange(begin=boundary, end=boundary)
         with _fetching(connection, _request(info, nothing, wanted)) as stream:
             if list(stream.announced.parts) != wanted:
@@ -313,7 +327,7 @@ def opened(path: Path) -> Iterator[Source]:
     """Opens a file that `export` wrote.
 
     Raises:
-        CommandFailed: it is none, or not the one that was written.
+        CommandFailed: it is not such a file, or has changed since it was written.
     """
     try:
         file = OpenFile(path)
@@ -323,7 +337,12 @@ def opened(path: Path) -> Iterator[Source]:
         ) from error
     with contextlib.closing(file):
         if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
-            raise CommandFailed(f"{path} is no regular file", reason="INVALID")
+            raise CommandFailed(f"{path} is not a regular file", reason="INVALID")
+        if is_snapshot(path):
+            raise CommandFailed(
+                f"{path} is a snapshot of a whole store: add --data DIR to make a data directory of it",
+                reason="INVALID",
+            )
         try:
             length = header_length(file.read(0, 8))
             segment = parse_header(file.read(8, length))

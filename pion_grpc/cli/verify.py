@@ -1,25 +1,25 @@
-"""`verify`: a data directory held against its checksums, with or without a server on it."""
+"""`verify`: a data directory compared with its checksums, with or without a server on it."""
 
 import argparse
 from pathlib import Path
 
 from rich.console import Console
 
-from pion_grpc.cli.output import printable, progress, show, size, table
+from pion_grpc.cli.output import counted, printable, progress, show, size, table
 from pion_grpc.core.checkup import Damage, check_directory
 from pion_grpc.storage.directory import rebuild_command
 
 
 def verify(options: argparse.Namespace) -> int:
     """Reads every page; 1 if something is damaged."""
-    directory: Path = options.directory
+    directory: Path = options.data
     with progress(options, "checking") as advance:
         checkup = check_directory(directory, advance)
 
     def render(console: Console) -> None:
         read = (
-            f"{checkup.prefixes:,} prefixes and {checkup.values:,} large values, "
-            f"{size(checkup.bytes_read)} read"
+            f"{counted(checkup.prefixes, 'prefix', 'prefixes')} and "
+            f"{counted(checkup.values, 'large value', 'large values')}, {size(checkup.bytes_read)} read"
         )
         if not checkup.damaged:
             console.print(f"everything is as it was stored: {read}")
@@ -31,13 +31,13 @@ def verify(options: argparse.Namespace) -> int:
         console.print(f"{read}; {len(checkup.damaged):,} damaged")
         if any(damage.kind == "catalogue" for damage in checkup.damaged):
             console.print(
-                f"a damaged catalogue can be made anew: stop the server, move {directory / 'catalog.db'}"
-                " and what begins with its name away, and run "
-                f"{rebuild_command(directory)}"
+                "a damaged catalogue can be rebuilt: stop the server, move "
+                f"{directory / 'catalog.db'} and the files whose names begin with it out of the way, "
+                f"and run {rebuild_command(directory)}"
             )
         console.print(
-            "a server never serves what is damaged: it takes such a prefix out, with its children, when "
-            "it meets the damage; `pion-grpc drop NAME` does so now"
+            "a server never serves damaged data: when it comes across it, it removes the prefix and its "
+            "children; `pion-grpc drop NAME` removes them now"
         )
 
     value = {

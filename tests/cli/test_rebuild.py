@@ -160,7 +160,7 @@ def test_whoever_follows_the_message_has_everything_again(
     told = refused(start_server, stopped)
     assert "move" in told
     assert segments(stopped) == before
-    checked = run("verify", stopped)
+    checked = run("verify", "--data", stopped)
     assert (checked.status, checked.out) == (1, "")
     assert "pion-grpc rebuild" in checked.err
 
@@ -194,7 +194,7 @@ def test_whoever_follows_the_message_has_everything_again(
         assert prefix is not None
         assert prefix.transport == "export"
     assert server.stop() == 0
-    checked = run("verify", stopped, "--json")
+    checked = run("verify", "--data", stopped, "--json")
     assert (checked.status, checked.json["damaged"], checked.json["prefixes"]) == (0, [], 8)
     again = run("rebuild", "--data", stopped)
     assert (again.status, again.out) == (1, "")

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import socket
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pion_grpc.cli.connecting import wired
 from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import SegmentWriter
+from pion_grpc.storage.snapshot import MARK
 from pion_wire.limits import PAGE_BYTES
 from pion_wire.segment import SegmentLayout
 from tests.cli.conftest import Run, noise, same_bits, store
@@ -217,6 +219,19 @@ def test_rows_without_tokens_are_not_stored_as_if_they_had_some(
     assert client.fetch("other") is None
 
 
+def test_a_whole_store_is_not_taken_for_a_prefix(run: Run, at, tmp_path: Path):
+    snapshot = tmp_path / "snapshot"
+    with tarfile.open(snapshot, "w") as archive:
+        archive.addfile(tarfile.TarInfo(MARK))
+    refused = run("import", snapshot, *at)
+    assert refused.status == 1
+    assert "--data" in refused.err
+    for flags in (("--namespace", "name"), ("--replace",)):  # would have no effect
+        refused = run("import", snapshot, "--data", tmp_path / "data", *flags, "--json")
+        assert refused.json["error"]["reason"] == "INVALID"
+        assert not (tmp_path / "data").exists()
+
+
 # Damaged files
 
 
@@ -358,7 +373,7 @@ def test_what_is_no_file_is_neither_replaced_nor_read(run: Run, client, at, tmp_
     for name in names:
         refused = run("export", "name", tmp_path / name, "--force", *at)
         assert (refused.status, refused.out) == (1, "")
-        assert "no regular file" in refused.err
+        assert "not a regular file" in refused.err
     assert run("export", "name", "/dev/null", "--force", *at).status == 1
     assert Path("/dev/null").is_char_device()
     assert {name: (tmp_path / name).lstat().st_ino for name in names} == before
@@ -367,7 +382,7 @@ def test_what_is_no_file_is_neither_replaced_nor_read(run: Run, client, at, tmp_
     for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):  # a FIFO has nobody to wait for
         refused = run("import", path, *at)
         assert (refused.status, refused.out) == (1, "")
-        assert "no regular file" in refused.err
+        assert "not a regular file" in refused.err
 
 
 def test_others_cannot_read_what_was_exported(run: Run, client, at, tmp_path: Path):

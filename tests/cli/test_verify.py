@@ -82,7 +82,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def damaged(run: Run, directory: Path) -> list[str]:
-    ran = run("verify", directory, "--json")
+    ran = run("verify", "--data", directory, "--json")
     names = [damage["name"] for damage in ran.json["damaged"]]
     assert ran.status == (1 if names else 0)
     return sorted(names)
@@ -92,11 +92,11 @@ def damaged(run: Run, directory: Path) -> list[str]:
 
 
 def test_what_is_sound_is_not_called_damaged(run: Run, stopped: Path):
-    ran = run("verify", stopped, "--json")
+    ran = run("verify", "--data", stopped, "--json")
     assert (ran.status, ran.json["damaged"], ran.json["prefixes"]) == (0, [], 5)
     stored = sum(p.stat().st_size for d in ("segments", "rows") for p in (stopped / d).iterdir())
     assert 0.9 * stored < ran.json["bytes_read"] <= stored
-    assert "everything is as it was stored: 5 prefixes" in run("verify", stopped).out
+    assert "everything is as it was stored: 5 prefixes" in run("verify", "--data", stopped).out
 
 
 def test_nothing_that_is_stored_is_changed(run: Run, stopped: Path):
@@ -105,7 +105,7 @@ def test_nothing_that_is_stored_is_changed(run: Run, stopped: Path):
         return {str(p): p.read_bytes() for p in files if not p.name.endswith(("-shm", "-wal"))}
 
     before = content()
-    assert run("verify", stopped).status == 0
+    assert run("verify", "--data", stopped).status == 0
     assert content() == before
 
 
@@ -154,7 +154,7 @@ def test_a_killed_server_does_not_look_damaged(run: Run, start_server):
     with Client(server.address) as client:
         store(client, "kept", 300)
     server.kill()
-    ran = run("verify", server.directory, "--json")
+    ran = run("verify", "--data", server.directory, "--json")
     assert (ran.status, ran.json["prefixes"], ran.json["damaged"]) == (0, 1, [])
 
 
@@ -219,7 +219,7 @@ def test_all_damage_is_told_not_only_the_first(run: Run, stopped: Path):
     for name in ("wide", "child", "live"):
         flip(file_of(stopped, name), -200)
     assert damaged(run, stopped) == ["child", "live", "wide"]
-    shown = run("verify", stopped)
+    shown = run("verify", "--data", stopped)
     assert shown.status == 1
     assert "3 damaged" in shown.out
     for name in ("wide", "child", "live", "does not have its checksum"):
@@ -236,7 +236,7 @@ def test_rows_that_only_children_need_are_not_left_out(run: Run, start_server):
     server.stop()
     flip(file, -100)
     assert damaged(run, server.directory) == ["child", "root"]
-    assert "(dropped, kept for its children)" in run("verify", server.directory).out
+    assert "(dropped, kept for its children)" in run("verify", "--data", server.directory).out
 
 
 def test_damage_is_found_while_a_server_runs(run: Run, start_server):
@@ -280,16 +280,16 @@ def keyed(tmp_path: Path) -> Path:
     ],
 )
 def test_a_damaged_value_of_a_key_is_not_overlooked(run: Run, keyed: Path, damage):
-    sound = run("verify", keyed, "--json")
+    sound = run("verify", "--data", keyed, "--json")
     assert (sound.status, sound.json["values"], sound.json["damaged"]) == (0, 1, [])
     assert sound.json["bytes_read"] == 3 * PAGE_BYTES + 5
     (file,) = (keyed / "blobs").iterdir()
     damage(file)
-    ran = run("verify", keyed, "--json")
+    ran = run("verify", "--data", keyed, "--json")
     assert ran.status == 1
     (found,) = ran.json["damaged"]
     assert (found["kind"], found["tenant"], found["name"]) == ("value", "tenant", "large\\xff")
-    assert "tenant:large" in run("verify", keyed).out
+    assert "tenant:large" in run("verify", "--data", keyed).out
 
 
 # Not a data directory
@@ -297,7 +297,7 @@ def test_a_damaged_value_of_a_key_is_not_overlooked(run: Run, keyed: Path, damag
 
 def test_a_directory_without_a_catalogue_is_not_called_sound(run: Run, tmp_path: Path):
     for directory in (tmp_path, tmp_path / "none"):
-        ran = run("verify", directory)
+        ran = run("verify", "--data", directory)
         assert (ran.status, ran.out) == (1, "")
         assert "is no data directory" in ran.err
     assert list(tmp_path.iterdir()) == []
@@ -312,12 +312,12 @@ def database(tmp_path: Path) -> Iterator[apsw.Connection]:
 
 def test_another_programs_database_is_not_read(run: Run, tmp_path: Path, database):
     database.execute("CREATE TABLE prefix (id)")
-    assert "belongs to another program" in run("verify", tmp_path).err
+    assert "belongs to another program" in run("verify", "--data", tmp_path).err
 
 
 def test_another_releases_catalogue_is_not_guessed_at(run: Run, stopped: Path):
     catalogue(stopped, f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    ran = run("verify", stopped, "--json")
+    ran = run("verify", "--data", stopped, "--json")
     assert (ran.status, ran.json["error"]["reason"]) == (1, "CANNOT_START")
     assert f"version {SCHEMA_VERSION + 1}" in ran.json["error"]["message"]
 
@@ -325,7 +325,7 @@ def test_another_releases_catalogue_is_not_guessed_at(run: Run, stopped: Path):
 def test_a_damaged_catalogue_is_no_traceback(run: Run, stopped: Path):
     database = stopped / "catalog.db"
     database.write_bytes(b"\xff" * 4096 + database.read_bytes()[4096:])
-    ran = run("verify", stopped)
+    ran = run("verify", "--data", stopped)
     assert (ran.status, ran.out) == (1, "")
     assert "pion-grpc rebuild --data" in ran.err
 
@@ -336,7 +336,7 @@ def test_a_damaged_page_of_the_catalogue_is_not_overlooked(run: Run, stopped: Pa
     data = bytearray((stopped / "catalog.db").read_bytes())
     data[(page - 1) * size : page * size] = bytes(size)
     (stopped / "catalog.db").write_bytes(data)
-    ran = run("verify", stopped)
+    ran = run("verify", "--data", stopped)
     assert ran.status == 1
     assert "catalogue" in ran.out or "pion-grpc rebuild --data" in ran.err
 
@@ -379,7 +379,7 @@ def test_what_may_not_be_read_is_neither_sound_nor_a_traceback(run: Run, stopped
         closed.chmod(mode)
         code = AS_NOBODY.replace("check_directory(Path(sys.argv[1])).damaged", "main(sys.argv[1:])")
         ran = subprocess.run(
-            [sys.executable, "-c", code + "\n", "verify", str(stopped)],
+            [sys.executable, "-c", code + "\n", "verify", "--data", str(stopped)],
             capture_output=True,
             text=True,
             timeout=60,
@@ -388,7 +388,7 @@ def test_what_may_not_be_read_is_neither_sound_nor_a_traceback(run: Run, stopped
         assert re.search("cannot be (read|opened): Permission denied", ran.stderr)
         assert "Traceback" not in ran.stderr
         assert ran.stdout == "1\n"
-    ran = run("verify", stopped / ("x" * 300))
+    ran = run("verify", "--data", stopped / ("x" * 300))
     assert (ran.status, ran.out) == (1, "")
     assert "cannot be read: File name too long" in ran.err
 
