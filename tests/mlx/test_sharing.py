@@ -13,6 +13,8 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_c
 
 from pion_client import Client, caches
 from pion_client.mlx import PionPromptCache
+from pion_client.ring import Ring
+from pion_wire.blocks import pack_token_ids, route_key
 from tests.mlx import families
 from tests.mlx.continuing import decoded
 from tests.mlx.conversing import LONGEST, STEP, conversation, prompt_cache
@@ -269,6 +271,42 @@ def test_rows_of_half_floats_and_codes_are_not_stored_twice_either(client):
             assert other.stats()["tokens_prefilled"] == 0
             assert np.array_equal(decoded(which, again), decoded(which, cache))
         client.drop(*(prefix.namespace for prefix in client.list()))
+
+
+def apart(nodes, ids):
+    """Whether the first turn of a conversation, shorter than a block, is on another node."""
+    ring = Ring(nodes)
+    first, later = (ring.node(route_key("", "m", pack_token_ids(some))) for some in (ids[:40], ids))
+    return first != later
+
+
+def test_in_a_mesh_no_child_is_looked_for_on_another_node_than_its_parent(
+    start_server, short_tmp, hybrid
+):
+    nodes = [
+        start_server("--attend", "off", listen="127.0.0.1:0", directory=short_tmp / name).address
+        for name in "ab"
+    ]
+    talks = {apart(nodes, ids): ids for ids in (families.tokens(400, seed=n) for n in range(99))}
+    assert set(talks) == {True, False}
+    with Client(nodes) as client:
+        for ids in talks.values():
+            with prompt_cache(hybrid, client=client, model_id="m") as mine:
+                for turn in (40, 100, 250, 400):
+                    cache = mine.get_or_prefill(ids[:turn])
+                    assert mine.flush(WAIT_S)
+                stats = mine.stats()
+            assert (stats["stores"], stats["skipped"]) == (4, {})
+            assert stats["stored_whole"] in ({"base_short": 1}, {})
+            with prompt_cache(hybrid, client=client, model_id="m") as other:
+                again = other.get_or_prefill(ids)
+                other.get_or_prefill(ids[:40])
+                assert other.stats()["tokens_prefilled"] == 0
+            assert np.array_equal(decoded(hybrid, again), decoded(hybrid, cache))
+            stored_now(hybrid, client, ids[:164], model_id="m")
+        bases = [(prefix.token_count, prefix.base) for prefix in client.list()]
+    wanted = [(40, 0), (100, 0), (164, 164), (250, 100), (400, 250)]
+    assert sorted(bases) == sorted(2 * wanted)
 
 
 def test_a_step_of_no_tokens_is_refused(hybrid):
