@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"slices"
 	"testing"
-	"time"
 
 	"pion-grpc/clients/go/pionv1"
 	"pion-grpc/clients/go/wire"
@@ -95,7 +94,7 @@ func TestWhatTwoNodesHoldIsListedOnce(t *testing.T) {
 }
 
 func TestNobodyAnswersForANodeThatIsAway(t *testing.T) {
-	all := dial(t, startServer(t, "--attend", "off")+",127.0.0.1:1", Options{Timeout: time.Second})
+	all := impatient(t, "127.0.0.1:1,"+startServer(t, "--attend", "off"), Options{})
 	for range 2 { // also when it is known to be away
 		if description, err := all.Describe(t.Context()); !errors.Is(err, ReasonUnavailable) {
 			t.Errorf("%+v, %v", description, err)
