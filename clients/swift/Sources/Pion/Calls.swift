@@ -34,8 +34,8 @@ struct RawDeserializer: MessageDeserializer {
 }
 
 /// A moment by which something must be done. A caller that gave one is patient: a server that cannot be
-/// reached is waited for until then. So is a client that has had answers, for `patience` each time that the
-/// server goes: it will be back, or its proxy.
+/// reached is waited for until then. So is everybody, for `patience` each time that the server goes: it is being
+/// restarted, or its proxy.
 struct Deadline: Sendable {
     let end: ContinuousClock.Instant?
     private let isPatient: Bool
@@ -68,9 +68,10 @@ struct Deadline: Sendable {
 }
 
 extension PionClient {
-    /// Returns by when a call must be done whose caller gave this timeout.
+    /// Returns by when a call must be done whose caller gave this timeout. A server that stays away costs the client's
+    /// own timeout once, however many calls are made meanwhile, and three tries from then on, until it has answered.
     func until(_ timeout: Duration?, otherwise: Duration? = nil) -> Deadline {
-        Deadline(timeout, otherwise: otherwise, patience: hasAnswered ? options.timeout : .zero)
+        Deadline(timeout, otherwise: otherwise, patience: max(options.timeout - away, .zero))
     }
 
     /// Makes a call with one answer, once.
@@ -102,7 +103,7 @@ extension PionClient {
     private func call<Request: Message & Sendable, Answer: Message & Sendable>(
         _ method: MethodDescriptor, _ request: Request, route: String, node: String?, deadline: Deadline
     ) async throws -> Answer {
-        let answer: Answer = try await reaching(route, node: node) { connection, metadata in
+        try await reaching(route, node: node) { connection, metadata in
             try await connection.unary(
                 request: ClientRequest(message: request, metadata: metadata),
                 descriptor: method,
@@ -113,8 +114,6 @@ extension PionClient {
                 try response.message
             }
         }
-        noteAnswer()
-        return answer
     }
 
     /// Hands every message of one stream to `take`; whatever that throws ends the stream.
@@ -150,7 +149,7 @@ extension PionClient {
         let failure = Mutex<(any Error)?>(nil)
         return try await watched { [self] progress in
             do {
-                let answer: [UInt8] = try await reaching(route) { connection, metadata in
+                return try await reaching(route) { connection, metadata in
                     try await connection.clientStreaming(
                         request: StreamingClientRequest(metadata: metadata) { writer in
                             do {
@@ -173,8 +172,6 @@ extension PionClient {
                         try response.message
                     }
                 }
-                self.noteAnswer()
-                return answer
             } catch {
                 // What went wrong while messages were made is the caller's own error.
                 throw failure.withLock { $0 } ?? error
@@ -241,12 +238,13 @@ final class Progress: Sendable {
     func pause() { instant.withLock { $0 = nil } }
 }
 
-/// What the end of a call says about the node that it was made to.
-func outcome(_ code: RPCError.Code) -> Nodes.Outcome {
+/// What the end of a call says about the node that it was made to. A name that cannot be resolved is an internal error
+/// of the transport.
+func outcome(_ code: RPCError.Code, _ meaning: PionError) -> Nodes.Outcome {
     switch code {
-    case .unavailable: .unreachable
     case .cancelled, .deadlineExceeded: .unknown
-    default: .reached
+    case .unavailable: .unreachable
+    default: meaning.fromTransport && meaning.reason == .unavailable ? .unreachable : .reached
     }
 }
 

@@ -47,7 +47,7 @@ public final class PionClient: Sendable {
     let options: PionOptions
     private let connections: [String: Connection]  // by the name of the node
     private let nodes: Mutex<Nodes>
-    private let answered = Mutex(false)
+    private let awaySince = Mutex<ContinuousClock.Instant?>(nil)  // nil: it was there last
     private let routes = Mutex(Routes())  // of prefixes, by name
     private let leases = Mutex(Routes())  // short-lived, and never at the cost of names
     private let sessions = Mutex(Routes())  // of attend, by session
@@ -127,11 +127,18 @@ public final class PionClient: Sendable {
         do {
             let result = try await call(connection, metadata(route: text))
             note(node, .reached)
+            noteAnswer()
             return result
         } catch let error as RPCError {
-            note(node, outcome(error.code))
+            let meaning = pionError(error)
+            note(node, outcome(error.code, meaning))
             if Task.isCancelled { throw CancellationError() }
-            throw pionError(error)
+            if !meaning.fromTransport {
+                noteAnswer()
+            } else if meaning.reason == .unavailable {
+                awaySince.withLock { $0 = $0 ?? .now }
+            }
+            throw meaning
         } catch let error as RuntimeError {
             throw PionError(.unavailable, "this client makes no calls: \(error.message)")
         }
@@ -141,10 +148,10 @@ public final class PionClient: Sendable {
         nodes.withLock { $0.note(node, outcome) }
     }
 
-    /// Whether any call was answered, ever.
-    var hasAnswered: Bool { answered.withLock { $0 } }
+    /// For how long no call has reached a server that was called; zero if the last one did.
+    var away: Duration { awaySince.withLock { $0.map { ContinuousClock.now - $0 } ?? .zero } }
 
-    func noteAnswer() { answered.withLock { $0 = true } }
+    func noteAnswer() { awaySince.withLock { $0 = nil } }
 
     // MARK: Routes
 
