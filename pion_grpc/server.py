@@ -130,7 +130,7 @@ class Server:
         self._pool = ThreadPoolExecutor(
             config.streams_max + conversations_max + UNARY_THREADS, thread_name_prefix="grpc"
         )
-        credentials = Credentials(passwords)
+        credentials = Credentials(access)
         self._lobby = Lobby(config.stall_ms, UNARY_THREADS // 2)
         self._health_pool = ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="health")
         doorman = Doorman(credentials, self._lobby, self._health_pool)

@@ -4,14 +4,13 @@ An implementation has one method per RPC, named as in the proto, that takes the 
 client stream: an iterator of serialised messages) and a `Call`, and returns the response (of a server
 stream: an iterator of messages, or of frames that are serialised already). It raises domain errors.
 
-The size of a message is checked before it is parsed: a megabyte of empty submessages would be fifty of
-objects.
+The size of a message is checked before it is parsed: a megabyte of empty submessages would become fifty
+megabytes of objects.
 """
 
 import base64
 import binascii
 import contextlib
-import hmac
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from pion_grpc.core.access import Access
 from pion_grpc.errors import InvalidRequest, NotAuthenticated, TooManyStreams
 from pion_grpc.rpc.errors import translated
 from pion_wire import limits
@@ -40,10 +40,10 @@ class MessageSizes(NamedTuple):
 SMALL_MESSAGES = MessageSizes(
     request=limits.MESSAGE_BYTES_MAX, streamed=8 << 20, response=limits.MESSAGE_BYTES_MAX
 )
-"""Only the header of a Store may be larger: a million token ids, a table of 400,000 hashes, and what
-little else there is."""
+"""Only the header of a Store may be larger: a million token ids, a table of 400,000 hashes, and a little
+else."""
 LARGE_MESSAGES = MessageSizes(request=65 << 20, streamed=65 << 20, response=65 << 20)
-"""Of Attend: tensors of 64 MiB, and what is around them."""
+"""Of Attend: tensors of 64 MiB, and the fields beside them."""
 CROWD_WAIT_S = 0.25
 """How long the request of a unary call may take when many are being waited for."""
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -57,10 +57,10 @@ class Call(NamedTuple):
 
 
 class Credentials:
-    """Who may call: the pairs of tenant and password, or everybody if there are none."""
+    """The `authorization: Basic` header of a call, checked against the passwords of the server."""
 
-    def __init__(self, passwords: dict[str, str]) -> None:
-        self._passwords = {tenant: secret.encode() for tenant, secret in passwords.items()}
+    def __init__(self, access: Access) -> None:
+        self._access = access
 
     def tenant(self, context: grpc.ServicerContext) -> str:
         """Returns the tenant of a call.
@@ -72,7 +72,7 @@ class Credentials:
 
     def tenant_of(self, metadata: Iterable[tuple[str, str | bytes]]) -> str:
         """Returns the tenant that metadata names; raises as `tenant` does."""
-        if not self._passwords:
+        if not self._access.required:
             return ""
         for key, value in metadata:
             if key == "authorization":
@@ -82,23 +82,21 @@ class Credentials:
     def _check(self, header: str) -> str:
         scheme, _, encoded = header.partition(" ")
         try:
-            tenant, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
+            user, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
         except (binascii.Error, UnicodeDecodeError):
-            scheme = tenant = password = ""
-        known = self._passwords.get(tenant)
-        # Compared in constant time, also where the tenant is unknown.
-        right = hmac.compare_digest(password.encode(), known if known is not None else b"")
-        if scheme.lower() != "basic" or known is None or not right:
+            scheme = user = password = ""
+        tenant = self._access.tenant(user, password.encode(), strict=True)
+        if scheme.lower() != "basic" or tenant is None:
             raise NotAuthenticated("unknown tenant, or wrong password")
         return tenant
 
 
 class Doorman(grpc.ServerInterceptor):
-    """Lets calls in: without credentials only those to health, and none that holds a thread for nothing.
+    """Lets calls in: without credentials only health checks, and none that holds a thread for nothing.
 
-    gRPC waits for a call's one message in a thread of the pool. Calls that never send it would take
-    every thread, and health would be silent. So what asks with one message is served as if it asked
-    with a stream, and waits for it in the lobby; and health has threads of its own.
+    gRPC waits for the single request message of a call in a thread of the pool. Calls that never send it
+    would take every thread, and health checks would go unanswered. So a call with one request message is
+    served as if it were a stream, and waits for the message in the lobby; health has its own threads.
     """
 
     def __init__(self, credentials: Credentials, lobby: "Lobby", health_threads: Executor) -> None:
@@ -119,7 +117,7 @@ class Doorman(grpc.ServerInterceptor):
         if method not in self._handlers:
             handler = continuation(details)
             if handler is None:
-                return None  # there is no such method, and their number has no end
+                return None  # there is no such method; remembering each would never end
             self._handlers[method] = self._waiting(handler, method, is_health)
         return self._handlers[method]
 
@@ -149,7 +147,7 @@ class Doorman(grpc.ServerInterceptor):
 
 
 class Lobby:
-    """Calls whose request has not come yet. Each holds a thread: in a crowd nobody waits for long."""
+    """Calls whose request has not arrived yet. Each holds a thread: in a crowd nobody may wait long."""
 
     def __init__(self, stall_ms: int, crowd: int) -> None:
         self._stall_s = stall_ms / 1_000 or float("inf")
@@ -160,7 +158,7 @@ class Lobby:
 
     @contextlib.contextmanager
     def waiting(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """Notes a call as long as it waits."""
+        """Counts a call as waiting for as long as the context is open."""
         with self._lock:
             self._serial += 1
             ticket = self._serial
@@ -173,11 +171,11 @@ class Lobby:
 
     @property
     def crowded(self) -> bool:
-        """Whether so many wait that others may find no thread."""
+        """Whether so many wait that other calls may find no free thread."""
         return len(self._waiting) >= self._crowd
 
     def cut_stalled(self) -> int:
-        """Cancels the calls that have waited for too long; returns how many."""
+        """Cancels the calls that have waited too long; returns how many."""
         with self._lock:
             patience_s = CROWD_WAIT_S if self.crowded else self._stall_s
             oldest = time.monotonic() - min(patience_s, self._stall_s)
@@ -191,14 +189,14 @@ class _Stream(NamedTuple):
     context: grpc.ServicerContext
     is_conversation: bool
     waits_since: float
-    """For its peer to send or to take something; infinite while the server works."""
+    """Since when its peer should have sent or taken something; infinite while the server works."""
 
 
 class Streams:
-    """Permits for streams, and the watch over those whose peer does nothing.
+    """Permits for streams, and a watch over those whose peer does nothing.
 
-    Streams in both directions are conversations: their clients keep them open between two questions.
-    They have permits of their own, as many, lest they take those of streams that end.
+    Bidirectional streams are conversations: their clients keep them open between two questions. They
+    have as many permits of their own, so that they cannot use up those of streams that end.
     """
 
     def __init__(
@@ -215,10 +213,10 @@ class Streams:
     def running(
         self, context: grpc.ServicerContext, *, is_conversation: bool = False
     ) -> Iterator[int]:
-        """Holds a permit, and gives the number of a stream on which the server works.
+        """Holds a permit, and yields the number of the stream, on which it is the server's turn.
 
         Raises:
-            TooManyStreams: none is left.
+            TooManyStreams: no permit is left.
         """
         with self._lock:
             kind = [one for one in self._running.values() if one.is_conversation is is_conversation]
@@ -241,7 +239,7 @@ class Streams:
         self._note(stream, self._clock())
 
     def works(self, stream: int) -> None:
-        """Notes that it is the server's."""
+        """Notes that it is the server's turn."""
         self._note(stream, float("inf"))
 
     def _note(self, stream: int, waits_since: float) -> None:

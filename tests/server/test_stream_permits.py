@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import grpc
 
+from pion_grpc.core.access import Access
 from pion_grpc.rpc.service import LARGE_MESSAGES, Call, Credentials, Streams, service_handler
 from pion_wire.v1 import attend_pb2 as pb
 
@@ -57,7 +58,8 @@ class Bench:
         self.cut.append(self.streams.cut_stalled())
 
     def handler(self, method: str) -> Any:
-        handlers = service_handler(SERVICE, self, Credentials({}), self.streams, LARGE_MESSAGES)
+        credentials = Credentials(Access({}))
+        handlers = service_handler(SERVICE, self, credentials, self.streams, LARGE_MESSAGES)
         details = cast(grpc.HandlerCallDetails, Details(f"/pion.v1.Attend/{method}"))
         return handlers.service(details)
 
