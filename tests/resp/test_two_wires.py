@@ -78,7 +78,7 @@ def store(
                 **header,
             )
         )
-        for index, (tensor, rows) in enumerate(zip(shape.tensors, tensors, strict=True)):
+        for index, (tensor, rows) in enumerate(zip(shape.tensors, tensors, strict=bool(tensors))):
             arrays = encode_rows(
                 tensor, np.ascontiguousarray(rows).view(np.uint8).data, tensor.dtype
             )
@@ -121,8 +121,8 @@ def tokens(count: int, first: int = 0) -> bytes:
     return np.arange(first, first + count, dtype="<u4").tobytes()
 
 
-def over_resp(wire: Wire, sid: str, *options: str) -> list[bytes]:
-    answer: list[bytes] = wire("V.FETCH", sid, "BATCH", 0, ROWS, *options)
+def over_resp(wire: Wire, sid: str, *options: str, rows: int = ROWS) -> list[bytes]:
+    answer: list[bytes] = wire("V.FETCH", sid, "BATCH", 0, rows, *options)
     return answer
 
 
@@ -215,6 +215,29 @@ def test_a_chain_has_all_its_rows_over_resp(rpc: Grpc, wire: Wire, dtype: DType)
     drop = pb.PrefixStoreDropRequest(namespaces=[f"{name} parent"])
     rpc.prefixes.Drop(drop)
     assert over_resp(wire, f"{name}_pv") == [rows.tobytes() for rows in expected[1::2]]
+
+
+def test_a_child_without_rows_of_its_own_has_its_parents_over_resp(rpc: Grpc, wire: Wire) -> None:
+    parent = [values(DType.F16, 100) for _ in range(2 * SLOTS)]
+    ids = tokens(100, 60_000)
+    store(rpc, "rowless parent", layout(DType.F16), parent, ids)
+    shared = {"parent_namespace": "rowless parent", "base": 64}
+    store(rpc, "rowless", layout(DType.F16), [], ids[: 4 * 64], **shared)
+    expected = [rows[:64].astype(np.float32).tobytes() for rows in parent]
+    assert wire("KV.PREFIX.LOOKUP", "rowless") == "HIT"
+    assert over_resp(wire, "rowless_pk", rows=64) == expected[::2]
+    more = values(DType.F16, 1)
+    for slot in range(SLOTS):
+        for sid in ("rowless_pk", "rowless_pv"):
+            assert wire("V.STOREBATCH", sid, slot, 64, 1, more.tobytes(), "FMT", "F16") == "OK"
+    for saved in (False, True):
+        if saved:
+            assert wire("KV.PREFIX.SAVE") == "OK"
+        own = more.astype(np.float32).tobytes()
+        assert over_resp(wire, "rowless_pv", rows=65) == [rows + own for rows in expected[1::2]]
+        assert over_resp(wire, "rowless parent_pv", rows=100) == [
+            rows.astype(np.float32).tobytes() for rows in parent[1::2]
+        ]
 
 
 def test_rows_of_resp_come_back_over_grpc_as_they_were_stored(rpc: Grpc, wire: Wire) -> None:
