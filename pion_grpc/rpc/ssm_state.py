@@ -1,9 +1,10 @@
 """pion.v1.SSMState: recurrent states as streams of bytes, framed by hand like rows, or as files."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 from pion_grpc.config import Config
-from pion_grpc.core.states import RecurrentStates, StateInfo
+from pion_grpc.core.states import FoundState, RecurrentStates, StateInfo
 from pion_grpc.errors import InvalidRequest, NoBackend
 from pion_grpc.rpc.service import Call
 from pion_grpc.rpc.streams import byte_chunks, durability_of, durability_value, fill, header_of
@@ -37,27 +38,15 @@ class SSMStateService:
         )
 
     def Fetch(self, request: pb.SSMStateFetchRequest, call: Call) -> Iterator[bytes]:
-        """Streams one value."""
+        """Streams values."""
         _check_session(request.session)
-        found = self._states.open(call.tenant, request.session, request.layer, request.generation)
-        if found is None:
-            yield frame_header(pb.SSMStateFetchHeader(found=False).SerializeToString())
-            return
-        try:
-            if request.offset_bytes > found.info.size_bytes:
-                raise InvalidRequest("offset_bytes", f"the value has {found.info.size_bytes} bytes")
-            header = pb.SSMStateFetchHeader(
-                found=True,
-                info=_info(found.info),
-                generation=found.generation,
-            )
-            yield frame_header(header.SerializeToString())
-            offset = request.offset_bytes
-            for data in found.reading.pieces(offset):
-                yield frame_bytes(offset, data)
-                offset += len(data)
-        finally:
-            found.reading.close()
+        layers = request.layer, *request.more_layers
+        _check_layers(layers)
+        offset, generation = request.offset_bytes, request.generation
+        for layer in layers:
+            found = self._states.open(call.tenant, request.session, layer, generation)
+            yield from _value(found, offset)
+            offset = generation = 0
 
     def Export(self, request: pb.SSMStateExportRequest, call: Call) -> pb.SSMStateExportResponse:
         """Names the files of values."""
@@ -85,6 +74,23 @@ class SSMStateService:
         return pb.SSMStateDropResponse(
             dropped_count=self._states.drop(call.tenant, request.session, layer)
         )
+
+
+def _value(found: FoundState | None, offset: int) -> Iterator[bytes]:
+    """Yields the messages of a value, the bytes from `offset` on."""
+    if found is None:
+        yield frame_header(pb.SSMStateFetchHeader(found=False).SerializeToString())
+        return
+    with contextlib.closing(found.reading) as reading:
+        if offset > reading.size:
+            raise InvalidRequest("offset_bytes", f"the value has {reading.size} bytes")
+        header = pb.SSMStateFetchHeader(
+            found=True, info=_info(found.info), generation=found.generation
+        )
+        yield frame_header(header.SerializeToString())
+        for data in reading.pieces(offset):
+            yield frame_bytes(offset, data)
+            offset += len(data)
 
 
 def _info(info: StateInfo) -> pb.SSMStateInfo:

@@ -161,6 +161,54 @@ def test_a_broken_fetch_asks_for_the_rest_only(server: ServerProcess, client: Cl
         assert sum(link.down_bytes) < len(data) + 12 * MIB
 
 
+@pytest.mark.parametrize("cut", [3 * MIB, 7 * MIB + 100, 13 * MIB])
+def test_a_broken_fetch_of_several_layers_asks_for_the_rest_only(
+    server: ServerProcess, client: Client, cut: int
+) -> None:
+    layers = {2: value(6 * MIB, 1), 0: b"", 1: value(9 * MIB, 2)}
+    for layer, data in layers.items():
+        client.states.store("broken/all", layer, data)
+    with linked(server.address, cut_down=cut) as link:
+        with Client(link.address, export=False) as broken:
+            found = broken.states.fetch_all("broken/all", [2, 7, 0, 1, 8])
+        assert {layer: bytes(state.data) for layer, state in found.items()} == layers
+        assert link.connections == 2
+        # What gRPC had in its window when the link broke comes once more.
+        assert sum(link.down_bytes) < 15 * MIB + min(cut, 9 * MIB)
+
+
+def test_a_layer_replaced_between_two_streams_is_never_mixed_into_the_others(
+    server: ServerProcess, client: Client
+) -> None:
+    layers = {layer: value(8 * MIB, layer) for layer in range(3)}
+    for layer, data in layers.items():
+        client.states.store("mixed/all", layer, data)
+    layers[1] = value(5 * MIB, 9)
+
+    def replace() -> None:
+        client.states.store("mixed/all", 1, layers[1])
+
+    with (
+        linked(server.address, cut_down=12 * MIB, on_cut=replace) as link,
+        Client(link.address, export=False) as broken,
+    ):
+        found = broken.states.fetch_all("mixed/all", range(3))
+    assert {layer: bytes(state.data) for layer, state in found.items()} == layers
+
+
+def test_all_layers_together_are_not_more_than_is_wanted(
+    server: ServerProcess, client: Client
+) -> None:
+    for layer in range(3):
+        client.states.store("sum", layer, bytes(MIB))
+    for export in (True, False):
+        with Client(server.address, export=export, fetch_bytes_max=3 * MIB) as one:
+            assert len(one.states.fetch_all("sum", range(4))) == 3
+        few = Client(server.address, export=export, fetch_bytes_max=3 * MIB - 1)
+        with few, pytest.raises(BadAnswer):
+            few.states.fetch_all("sum", range(4))
+
+
 def test_a_state_replaced_between_two_streams_is_never_mixed(
     server: ServerProcess, client: Client
 ) -> None:

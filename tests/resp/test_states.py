@@ -10,12 +10,15 @@ import grpc
 import pytest
 from crc32c import crc32c
 
+from pion_grpc.core.states import RecurrentStates
+from pion_grpc.storage.states import States
 from pion_wire.v1 import ssm_state_pb2 as pb
 from pion_wire.v1 import types_pb2
 from tests.conftest import ServerProcess
 from tests.resp.conftest import Resp
 from tests.resp.wire import Refused, Wire
 from tests.server.wire import Wire as Grpc
+from tests.server.wire import refusal
 
 MIB = 1 << 20
 
@@ -206,6 +209,91 @@ def test_a_fetch_goes_on_where_it_broke_off_or_is_refused(rpc: Grpc) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         fetched(rpc, "resumed", 0, offset_bytes=11)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_several_values_come_on_one_stream_in_the_order_asked(rpc: Grpc) -> None:
+    values = {3: os.urandom(MIB + 1), 1: b"", 7: os.urandom(5)}
+    for layer, value in values.items():
+        rpc.ssm.Store(stream("several", layer, value))
+    asked = pb.SSMStateFetchRequest(
+        session="several", layer=7, more_layers=[2, 1, 3], offset_bytes=2
+    )
+    sizes: list[int | None] = []
+    got = b""
+    for answer in rpc.ssm.Fetch(asked):
+        if answer.HasField("header"):
+            sizes.append(answer.header.info.size_bytes if answer.header.found else None)
+            offset = 2 if len(sizes) == 1 else 0
+        else:
+            assert answer.bytes.offset_bytes == offset
+            offset += len(answer.bytes.data)
+            got += answer.bytes.data
+    assert sizes == [5, None, 0, MIB + 1]
+    assert got == values[7][2:] + values[3]
+
+
+@pytest.mark.parametrize(
+    ("field", "ask"),
+    [
+        ("session", lambda ssm: ssm.Export(pb.SSMStateExportRequest(layers=[0]))),
+        ("layers", lambda ssm: ssm.Export(pb.SSMStateExportRequest(session="s"))),
+        ("layers", lambda ssm: ssm.Export(pb.SSMStateExportRequest(session="s", layers=[1, 1]))),
+        ("layers", lambda ssm: ssm.Export(pb.SSMStateExportRequest(session="s", layers=range(1_001)))),
+        ("layers", lambda ssm: list(
+            ssm.Fetch(pb.SSMStateFetchRequest(session="s", more_layers=range(1, 1_001))))),
+        ("layers", lambda ssm: list(
+            ssm.Fetch(pb.SSMStateFetchRequest(session="s", layer=1, more_layers=[1])))),
+    ],
+)  # fmt: skip
+def test_too_many_layers_or_one_twice_are_refused_by_their_field(
+    rpc: Grpc, field: str, ask: Callable[..., object]
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        ask(rpc.ssm)
+    told = refusal(refused.value)
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in told.fields
+
+
+def test_a_files_every_byte_is_counted_and_what_was_written_before_is_still_read(
+    start_resp: Callable[..., Resp],
+) -> None:
+    resp = start_resp()
+    states, directory = RecurrentStates(resp.store), resp.store.directory
+    states.store("", "s", 0, bytes(1_000))
+    states.store("", "s", 1, b"")
+    files = list(directory.blobs.iterdir())
+    with states.blobs.workshop.catalog.read() as transaction:
+        assert transaction.usage("") == sum(file.stat().st_size for file in files)
+    named = states.export("", "s", [0, 1, 2])
+    assert [(state.layer, state.info.size_bytes) for state in named] == [(0, 1_000), (1, 0)]
+    assert {state.file.file_name for state in named if state.file} == {
+        directory.name_of(file) for file in files
+    }
+    # As a release wrote it whose files were not segments.
+    written = states.blobs.write("", b"older")
+    with states.blobs.workshop.catalog.write() as transaction:
+        blob = states.blobs.publish(transaction, written)
+        States(transaction).put("", "s", 0, blob, 5, "", "")
+    (older,) = states.export("", "s", [0])
+    assert (older.info.size_bytes, older.file) == (5, None)
+    assert resp.connect()("SSM.PREFIX.FETCH", "s", 0) == b"older"
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 1 << 40])
+def test_a_damaged_header_of_a_state_is_a_miss_and_no_other_bytes(
+    start_resp: Callable[..., Resp], length: int
+) -> None:
+    resp = start_resp()
+    for layer, value in enumerate((b"", bytes(100_000))):
+        RecurrentStates(resp.store).store("", "s", layer, value)
+    for path in resp.store.directory.blobs.iterdir():
+        with path.open("r+b") as file:
+            file.write(length.to_bytes(8, "little"))
+    wire = resp.connect()
+    for layer in (0, 1):
+        assert wire("SSM.PREFIX.FETCH", "s", layer).text.startswith("ERR ")
+        assert wire("SSM.PREFIX.FETCH", "s", layer) is None
 
 
 @pytest.mark.parametrize("what", ["short", "long", "order", "checksum", "name", "no header"])

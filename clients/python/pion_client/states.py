@@ -9,6 +9,7 @@ The one decision: a session is routed by its own name, always. What is stored un
 prefix's moves nothing, and whoever knows the name finds what is there.
 """
 
+import collections
 import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from pion_client.receiving import receive_whole
 from pion_client.routes import by_name
 from pion_client.values import DurabilityName, Part
 from pion_wire import limits
-from pion_wire.framing import FrameError, HeaderBytes, parse_bytes_message
+from pion_wire.framing import FrameError, HeaderBytes, PartChunk, parse_bytes_message
 from pion_wire.v1 import ssm_state_pb2 as pb
 
 
@@ -49,30 +50,41 @@ class State(NamedTuple):
 
 
 class StateReception:
-    """A value on its way, over as many streams as it takes."""
+    """Values on their way, one after the other, over as many streams as it takes."""
 
-    def __init__(self, *, bytes_max: int, progress: Progress | None) -> None:
-        self._bytes_max = bytes_max
+    def __init__(
+        self, layers: Sequence[int], *, bytes_max: int, progress: Progress | None = None
+    ) -> None:
+        self._left = collections.deque(layers)
+        """The layers whose values are not all here; the first of them is on its way."""
+        self._bytes_left = bytes_max
         self._progress = progress
-        self._missed = self._headed = False
-        self.restart()
+        self._headed = False
+        self._data = np.empty(0, np.uint8)
+        self._filled = 0
+        self.announced: pb.SSMStateFetchHeader | None = None
+        """Of the value on its way, once it is."""
+        self.done_bytes = 0
+        self.values: dict[int, tuple[pb.SSMStateFetchHeader, memoryview]] = {}
+        """What is here, of those that are stored."""
 
     def restart(self) -> None:
-        """Forgets everything: the value has changed between two streams."""
-        self.announced: pb.SSMStateFetchHeader | None = None
-        self.done_bytes = 0
-        self._data = np.empty(0, np.uint8)
+        """Forgets what has come of a value: it has changed between two streams."""
+        self._bytes_left += self._data.nbytes
+        self.announced, self._data, self._filled = None, np.empty(0, np.uint8), 0
 
     def ended(self) -> bool:
-        """Whether everything that was announced is here, or nothing was announced: a miss."""
-        return self._missed or (self.announced is not None and self.done_bytes == self._data.nbytes)
+        """Whether everything is here that is stored."""
+        return not self._left
 
     def begin_stream(self, request: pb.SSMStateFetchRequest) -> None:
         """Makes a request one for what is still missing. A header comes first again."""
         self._headed = False
+        request.layer, *more = self._left
+        request.more_layers[:] = more
         if self.announced is not None:
             request.generation = self.announced.generation
-            request.offset_bytes = self.done_bytes
+            request.offset_bytes = self._filled
 
     def take(self, message: bytes) -> None:
         """Takes the next message of a stream.
@@ -85,40 +97,47 @@ class StateReception:
             parsed = parse_bytes_message(message)
             if isinstance(parsed, HeaderBytes):
                 self._take_header(pb.SSMStateFetchHeader.FromString(bytes(parsed.message)))
-                return
+            else:
+                self._take_bytes(parsed)
         except (FrameError, DecodeError) as error:
             raise BadAnswer(str(error)) from error
-        end = self.done_bytes + len(parsed.data)
-        if not self._headed or parsed.offset_bytes != self.done_bytes or end > self._data.nbytes:
-            raise BadAnswer("bytes came that were not announced")
-        if crc32c(parsed.data) != parsed.crc32c:
-            raise DamagedChunk("bytes of a state do not have the checksum they were sent with")
-        self._data[self.done_bytes : end] = np.frombuffer(parsed.data, np.uint8)
-        self.done_bytes = end
-        if self._progress is not None:
-            self._progress(end, self._data.nbytes)
-
-    def state(self, because: str) -> State | None:
-        """Returns the value, streamed for this reason; None if there is none."""
-        assert self.ended()
-        if self.announced is None:
-            return None
-        return _state(self.announced, self._data.data, "stream", because)
+        if self._headed and self._filled == self._data.nbytes:
+            self._finish()
 
     def _take_header(self, header: pb.SSMStateFetchHeader) -> None:
-        if self._headed:
-            raise BadAnswer("a second header came")
+        if self._headed or not self._left:
+            raise BadAnswer("a header came that was not asked for")
         self._headed = True
         if not header.found:
             self.restart()  # dropped between two streams, or never there
-            self._missed = True
         elif self.announced is None:
             size = header.info.size_bytes
-            if size > self._bytes_max:
-                raise BadAnswer(f"{size} bytes were announced, {self._bytes_max} are wanted")
+            if size > self._bytes_left:
+                raise BadAnswer(f"{size} bytes were announced, {self._bytes_left} are wanted")
             self.announced, self._data = header, np.empty(size, np.uint8)
+            self._bytes_left -= size
         elif header != self.announced:
             raise BadAnswer("a resumed stream announces something else")
+
+    def _take_bytes(self, chunk: PartChunk) -> None:
+        end = self._filled + len(chunk.data)
+        in_order = self._headed and chunk.offset_bytes == self._filled
+        if not in_order or not chunk.data or end > self._data.nbytes:
+            raise BadAnswer("bytes came that were not announced")
+        if crc32c(chunk.data) != chunk.crc32c:
+            raise DamagedChunk("bytes of a state do not have the checksum they were sent with")
+        self._data[self._filled : end] = np.frombuffer(chunk.data, np.uint8)
+        self._filled = end
+        self.done_bytes += len(chunk.data)
+        if self._progress is not None:
+            self._progress(end, self._data.nbytes)
+
+    def _finish(self) -> None:
+        layer = self._left.popleft()
+        if self.announced is not None:
+            self.values[layer] = self.announced, self._data.data
+        self.announced, self._data, self._filled = None, np.empty(0, np.uint8), 0
+        self._headed = False
 
 
 class States:
@@ -261,17 +280,16 @@ class States:
             return self._from_files(answer, as_mlx, progress)
 
         def stream(because: str) -> dict[int, State]:
-            found: dict[int, State] = {}
-            for layer in layers:
-                left = self._bytes_max - sum(state.data.nbytes for state in found.values())
-                reception = StateReception(bytes_max=left, progress=progress)
-                asked = pb.SSMStateFetchRequest(session=session, layer=layer)
+            reception = StateReception(layers, bytes_max=self._bytes_max, progress=progress)
+            asked = pb.SSMStateFetchRequest(session=session)
+            for _ in layers:  # one that is damaged has been taken out: asked again, it is not stored
                 with contextlib.suppress(DataCorrupt):
                     receive_whole(self._calls, "state_fetch", asked, reception, route, deadline)
-                    state = reception.state(because)
-                    if state is not None:
-                        found[layer] = state
-            return found
+                    break
+            return {
+                layer: _state(header, data, "stream", because)
+                for layer, (header, data) in reception.values.items()
+            }
 
         request = pb.SSMStateExportRequest(session=session, layers=layers)
         return self._lane.fetch(request, read, stream, route=route, deadline=deadline)

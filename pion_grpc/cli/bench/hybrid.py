@@ -8,14 +8,13 @@ so that its caches are right is told by 18 tokens that must be those of a prefil
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from pion_client import Client, Part
-from pion_client.values import Prefix
 from pion_grpc.cli.bench.measuring import Context, Side, timed
 from pion_grpc.cli.bench.models import QUESTION_TOKENS, Loaded, ModelProcess
 from pion_grpc.cli.bench.prefixes import MODEL
@@ -86,8 +85,8 @@ class HybridSizes(NamedTuple):
 def state(context: Context) -> list[Result]:
     """State stored and fetched, over loopback TCP and on one host, against K/V rows of as many bytes.
 
-    As parts of a prefix, and as the values of a session; those have no files of their own to be read on
-    the same host, so there they are held against rows that do.
+    As parts of a prefix, and as the values of a session. What is compared takes turns among itself: what
+    freed memory or files last, and so how dear the next are, is the same for all sides.
     """
     results = []
     for megabytes, layers in QUICK_STATES if context.quick else STATES:
@@ -153,47 +152,47 @@ def _state(
         client.states.drop("new")
         return elapsed
 
-    def values_by(how: Client) -> list[memoryview]:
-        found = [how.states.fetch("values", part.slot) for part in contents.parts]
-        return [value.data for value in found if value is not None]
-
-    assert list(map(bytes, values_by(client))) == [bytes(part.data) for part in contents.parts]
-
+    slots = range(layers)
     kinds: dict[str, list[str]] = {"parts": ["state"], "rows": []}
 
-    def fetch(name: str) -> Prefix:
-        prefix = client.fetch(name, part_kinds=kinds[name])
-        assert prefix is not None
-        return prefix
+    def fetch(name: str) -> object:
+        found: object = (
+            client.states.fetch_all(name, slots)
+            if name == "values"
+            else client.fetch(name, part_kinds=kinds[name])
+        )
+        assert found
+        return found
 
-    def load(name: str) -> Prefix:
+    def load(name: str) -> object:
+        if name == "values":
+            found = local.states.fetch_all(name, slots, as_mlx=True)
+            assert {state.transport for state in found.values()} == {"export"}, found
+            return found
         prefix = local.fetch(name, part_kinds=kinds[name], as_mlx=True)
         assert prefix is not None
         assert prefix.transport == "export", prefix.transport_reason
         return prefix
 
-    def load_values() -> list[Any]:
-        import mlx.core as mx
+    for states in (
+        client.states.fetch_all("values", slots),
+        local.states.fetch_all("values", slots, as_mlx=True),
+    ):
+        assert [bytes(state.data) for state in states.values()] == [
+            bytes(part.data) for part in contents.parts
+        ], "other bits came back"
+    del states
 
-        arrays = [mx.array(np.frombuffer(data, np.uint8)) for data in values_by(local)]
-        mx.eval(arrays)
-        return arrays
-
-    samples = context.interleaved(
-        {
-            "store parts": lambda: stored(as_parts),
-            "store values": lambda: stored(as_values),
-            "store rows": lambda: stored(as_rows),
-            "fetch parts": lambda: timed(lambda: fetch("parts")),
-            "fetch values": lambda: timed(lambda: values_by(client)),
-            "fetch rows": lambda: timed(lambda: fetch("rows")),
-            "load parts": lambda: timed(lambda: load("parts")),
-            "load values": lambda: timed(load_values),
-            "load rows": lambda: timed(lambda: load("rows")),
-        },
-        rounds=9,
-        warm_ups=2,
-    )
+    storing = {"parts": as_parts, "values": as_values, "rows": as_rows}
+    actions: dict[str, Callable[[str], float]] = {
+        "store": lambda name: stored(storing[name]),
+        "fetch": lambda name: timed(lambda: fetch(name)),
+        "load": lambda name: timed(lambda: load(name)),
+    }
+    samples: dict[str, tuple[float, ...]] = {}
+    for action, measure in actions.items():
+        sides = {f"{action} {name}": functools.partial(measure, name) for name in storing}
+        samples |= context.interleaved(sides, rounds=9, warm_ups=2)
     return [
         Result(
             f"{what} of state as {form}, {layers} × {megabytes} MB, {how}",

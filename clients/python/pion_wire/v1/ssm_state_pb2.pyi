@@ -149,7 +149,7 @@ Global___SSMStateStoreResponse: _TypeAlias = SSMStateStoreResponse  # noqa: Y015
 
 @_typing.final
 class SSMStateFetchRequest(_message.Message):
-    """Asks for one value."""
+    """Asks for a value, or for several of one session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -157,14 +157,19 @@ class SSMStateFetchRequest(_message.Message):
     LAYER_FIELD_NUMBER: _builtins.int
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    MORE_LAYERS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The session. Required."""
     layer: _builtins.int
     """The layer or cache slot."""
     offset_bytes: _builtins.int
-    """To resume: skip this many bytes."""
+    """To resume: skip this many bytes of the first value."""
     generation: _builtins.int
-    """If above 0: refuse with GENERATION unless the value still has it."""
+    """If above 0: refuse with GENERATION unless the first value still has it."""
+    @_builtins.property
+    def more_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Further layers, at most 999: their values follow in this order."""
+
     def __init__(
         self,
         *,
@@ -172,10 +177,11 @@ class SSMStateFetchRequest(_message.Message):
         layer: _builtins.int = ...,
         offset_bytes: _builtins.int = ...,
         generation: _builtins.int = ...,
+        more_layers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "layer", b"layer", "offset_bytes", b"offset_bytes", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "layer", b"layer", "more_layers", b"more_layers", "offset_bytes", b"offset_bytes", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -183,7 +189,7 @@ Global___SSMStateFetchRequest: _TypeAlias = SSMStateFetchRequest  # noqa: Y015
 
 @_typing.final
 class SSMStateFetchHeader(_message.Message):
-    """The first message of a Fetch."""
+    """What comes before the bytes of a value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
