@@ -93,6 +93,8 @@ def config_of(options: argparse.Namespace) -> Config:
 
 
 def _password(options: argparse.Namespace) -> str:
+    if options.requirepass == "":  # a variable that was not set, rather than no protection wanted
+        raise CannotStart("--requirepass: the password is empty")
     if options.requirepass is not None:
         return str(options.requirepass)
     if options.requirepass_file is not None:
@@ -108,12 +110,15 @@ def _password(options: argparse.Namespace) -> str:
 
 def _memory(text: str) -> int:
     """Returns bytes of a size, or of a share of the machine's memory."""
-    if text.endswith("%"):
+    try:
+        if not text.endswith("%"):
+            return parse_bytes(text)
         share = float(text[:-1]) / 100
-        if not 0 < share <= 1:
-            raise ValueError(text)
-        return int(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return parse_bytes(text)
+        if 0 < share <= 1:
+            return int(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no size: write 20gb, 512mb, 50% or bytes")
 
 
 def _tenant(text: str) -> str:

@@ -127,6 +127,7 @@ def test_nothing_acknowledged_is_lost_in_a_crash_and_the_log_says_so(
         (["--requirepass", "s", "--tenant", "a:b=c"], "a:b"),
         (["--requirepass", "s", "--tenant", "blue"], "NAME=PASSWORD"),
         (["--requirepass", "s", "--tenant", "a=b", "--tenant", "a=c"], "twice"),
+        (["--requirepass", ""], "empty"),
         (["--requirepass-file", "/nonexistent"], "/nonexistent"),
         (["--requirepass-file", "/dev/null"], "empty"),
         (["--bind", "not-an-address"], "not-an-address"),
@@ -135,7 +136,9 @@ def test_nothing_acknowledged_is_lost_in_a_crash_and_the_log_says_so(
         (["-w", "2", "--independent-workers", "--metal-attention-fp16"], "one owner"),
         (["-w", "2", "--independent-workers", "--cuda-attention"], "one owner"),
         (["--metal-attention", "--fa-window", "-1"], "--fa-window"),
-        (["--maxmemory", "x"], "--maxmemory"),
+        (["--maxmemory", "x"], "--maxmemory: 'x' is no size"),
+        (["--maxmemory", "101%"], "--maxmemory: '101%' is no size"),
+        (["--maxmemory", "nan%"], "--maxmemory: 'nan%' is no size"),
     ],
 )
 def test_what_it_does_not_understand_keeps_it_from_starting(
