@@ -1,8 +1,8 @@
 """Every error of the domain, one small class each.
 
-An error is raised where it is detected and translated once per transport by a table (`rpc/errors.py`);
-it is never logged *and* raised. `reason` is the name in `error_reason.proto`, `metadata` what a program
-may want to know, the message what a person should read: what is wrong and, where it helps, what to do.
+An error is raised where it is detected and translated once per transport by a table (`rpc/errors.py`,
+`resp/errors.py`); it is never logged *and* raised. `reason` is the name in `error_reason.proto`,
+`metadata` is for programs, the message for people: what is wrong and, where it helps, what to do.
 """
 
 from typing import ClassVar
@@ -13,7 +13,7 @@ class PionError(Exception):
 
     reason: ClassVar[str] = "INTERNAL"
     retry_after_ms: ClassVar[int] = 0
-    """Above 0 where waiting so long may help."""
+    """How long to wait before trying again; 0 where waiting does not help."""
 
     def __init__(self, message: str, **metadata: object) -> None:
         super().__init__(message)
@@ -43,13 +43,13 @@ class RowsOutOfRange(PionError):
 
 
 class LayoutDiffers(PionError):
-    """The stored layout is another than the request's."""
+    """The stored layout differs from the request's."""
 
     reason = "LAYOUT"
 
 
 class GenerationDiffers(PionError):
-    """The rows have changed since the generation that the request names."""
+    """The rows have changed since the generation named in the request."""
 
     reason = "GENERATION"
 
@@ -67,7 +67,7 @@ class NotStored(PionError):
 
 
 class Evicted(PionError):
-    """It was stored, and went before the call could be answered."""
+    """It was stored, but was evicted before the call could be answered."""
 
     reason = "EVICTED"
 
@@ -111,16 +111,9 @@ class DiskFull(PionError):
 
 
 class Unreadable(PionError):
-    """A stored file cannot be opened. It may be whole: nothing is taken out for it."""
+    """A stored file cannot be opened. It may be sound, so nothing is removed because of it."""
 
     reason = "CORRUPT"
-
-
-class TooManyFiles(PionError):
-    """This process may not open more files."""
-
-    reason = "TOO_MANY_STREAMS"
-    retry_after_ms = 1_000
 
 
 class TooManyStreams(PionError):
@@ -130,14 +123,14 @@ class TooManyStreams(PionError):
     retry_after_ms = 200
 
 
+class TooManyFiles(TooManyStreams):
+    """The streams that are running have opened as many files as this process may."""
+
+    retry_after_ms = 1_000
+
+
 class Stalled(PionError):
-    """The peer of a stream brings less than it must to keep its place."""
-
-    reason = "STALLED"
-
-
-class Gone(PionError):
-    """Nobody waits for the answer any more."""
+    """The peer of a stream sends or takes too little, or nobody waits for the answer any more."""
 
     reason = "STALLED"
 
@@ -156,7 +149,7 @@ class Draining(PionError):
 
 
 class Corrupt(PionError):
-    """A stored page does not have its checksum, or is not there at all."""
+    """A stored page does not match its checksum, or is missing."""
 
     reason = "CORRUPT"
 

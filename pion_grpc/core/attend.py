@@ -46,7 +46,6 @@ from pion_grpc.errors import (
     ChecksumMismatch,
     Cold,
     GenerationDiffers,
-    Gone,
     InvalidRequest,
     Missing,
     NotStored,
@@ -321,7 +320,7 @@ class Attend:
             Missing: it is unknown.
             InvalidRequest: the query does not fit the entry.
             OverBudget, Corrupt: it could not be made resident.
-            Gone: nobody waits.
+            Stalled: nobody waits any more.
         """
         return self._answer(self._resident(key, warm=warm), ask, wanted)
 
@@ -360,7 +359,7 @@ class Attend:
         try:
             return self.backend.attend(resident, query, wanted)
         except Unwanted as error:
-            raise Gone("nobody waits for the answer") from error
+            raise Stalled("nobody waits for the answer any more") from error
 
     def _resident(self, key: Key, *, warm: bool) -> Resident:
         with self._lock:

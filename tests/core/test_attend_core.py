@@ -41,7 +41,6 @@ from pion_grpc.errors import (
     Cold,
     Corrupt,
     GenerationDiffers,
-    Gone,
     InvalidRequest,
     Missing,
     NotStored,
@@ -1120,7 +1119,7 @@ def test_nothing_is_computed_for_those_who_have_gone(
     upload(attend, "s", rows)
     for kind in KINDS.values():
         ask = question(**{"queries": 1} | kind(HEADS))
-        with pytest.raises(Gone):
+        with pytest.raises(Stalled):
             attend.ask(Key("", "s", 0), ask, wanted=lambda: False)
     assert_answers(attend, "s", rows)
 
