@@ -47,9 +47,22 @@ else
 fi
 
 loaded() { launchctl print "$domain/$1" >/dev/null 2>&1; }
-# The proxy first: it sends clients elsewhere.
+
+# A proxy that runs tells its clients to go elsewhere before it goes itself.
+drain() {
+	admin=$(plutil -extract admin.address.socket_address.port_value raw -o - "$etc/envoy.json") || return 0
+	if curl --silent --fail --max-time 5 --output /dev/null --request POST \
+		"http://127.0.0.1:$admin/drain_listeners?graceful"; then
+		say "its clients leave $1: 10 seconds"
+		sleep 10
+	fi
+}
+
+# The proxy first, then the server: SIGTERM has it say that it goes, so that the proxies of other machines send
+# it nothing more, and end what runs. Nothing is taken away before it has ended by itself.
 for label in org.pion-grpc.envoy org.pion-grpc.server; do
 	if loaded "$label"; then
+		case $label in *.envoy) drain "$label" ;; esac
 		launchctl bootout "$domain/$label" || true
 		waited=0
 		while loaded "$label"; do

@@ -4,11 +4,18 @@ import os
 import plistlib
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
+from pion_client import Client
 from pion_grpc.cli.main import main
+from tests.client.links import assert_same, random_layers
+from tests.server.wire import Wire, eventually
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 SERVER, ENVOY = "org.pion-grpc.server", "org.pion-grpc.envoy"
@@ -217,14 +224,72 @@ def test_uninstalling_keeps_what_is_stored_unless_told(mac: Mac) -> None:
     mac.run("uninstall.sh", "--purge")
 
 
-def test_a_node_is_taken_away_proxy_first(shared: Mac, node: Path) -> None:
+def test_a_node_is_taken_away_proxy_first_and_nobody_is_cut_off(shared: Mac, node: Path) -> None:
     shared.run("install.sh", "--mesh", str(node))
     shared.calls()
     shared.run("uninstall.sh", "--system", "--purge")
-    stopped = [call for call in shared.calls() if "bootout" in call]
-    assert stopped == [f"launchctl bootout system/{ENVOY}", f"launchctl bootout system/{SERVER}"]
+    words = ("drain_listeners", "sleep 10", "bootout")
+    done = [call for call in shared.calls() if any(word in call for word in words)]
+    assert [call.rpartition("/")[2] for call in done] == [
+        "drain_listeners?graceful",
+        "sleep 10",
+        ENVOY,
+        SERVER,
+    ]
     assert shared.files() == {}
     shared.run("uninstall.sh", "--system", "--purge")
+
+
+# Of a job that is a process: its end is what it takes.
+REAL_JOB = """#!/bin/sh
+pid=$(cat "$STAND_INS/pid")
+case $1 in
+print) kill -0 "$pid" 2>/dev/null ;;
+bootout) kill -TERM "$pid" ;;
+esac
+"""
+
+
+def test_a_server_that_is_taken_away_ends_what_it_does_first(mac: Mac, start_server) -> None:
+    mac.run("install.sh")
+    (mac._own / "bin/launchctl").write_text(REAL_JOB)
+    (mac._own / "bin/sleep").unlink()
+    server = start_server("--grace-ms", "60000", "--drain-ms", "1000")
+    (mac._own / "pid").write_text(str(server.process.pid))
+    layers = random_layers(3, 8_000, slots=8, heads=4, dim=64)
+    halfway, go_on = threading.Event(), threading.Event()
+
+    def pause(done: int, total: int) -> None:
+        if done > total // 4:
+            halfway.set()
+            assert go_on.wait(60)
+
+    def leaves(wire: Wire) -> bool:
+        try:
+            return wire.healthy() != health_pb2.HealthCheckResponse.SERVING
+        except grpc.RpcError:
+            return True
+
+    with (
+        Client(server.address, export=False) as client,
+        Wire(server.address) as wire,
+        ThreadPoolExecutor() as pool,
+    ):
+        client.store("large", layers=layers, token_ids=range(8_000), model="m")
+        fetching = pool.submit(client.fetch, "large", progress=pause)
+        assert halfway.wait(30)
+        ending = pool.submit(server.process.wait)  # or it would stay in the list of processes
+        taken_away = pool.submit(mac.run, "uninstall.sh")
+        eventually(lambda: leaves(wire))
+        assert mac.opt.exists(), "it runs, and its files are gone"
+        go_on.set()
+        fetched = fetching.result(60)
+        assert ending.result(60) == 0
+        taken_away.result(60)
+        server.stop()  # closes what is left of it here
+    assert fetched is not None
+    assert_same(fetched.layers, layers)
+    assert not mac.opt.exists()
 
 
 @pytest.mark.parametrize("script", ["install.sh", "uninstall.sh"])
