@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import shutil
 import socket
 import tarfile
 from collections.abc import Iterator
@@ -94,6 +95,35 @@ def test_a_chain_does_not_lose_a_bit_on_its_way(run: Run, client, at, tmp_path: 
     assert [(p.info, bytes(p.data)) for p in middle.parts] == [(state.info, bytes(state.data))]
     (info,) = client.list()
     assert (info.parent, info.base, len(info.parts)) == ("", 0, 3)
+
+
+def test_a_checkpoint_without_rows_of_its_own_does_not_travel_without_them(
+    run: Run, client, at, server, tmp_path: Path
+):
+    layers = noise(200, slots=3)
+    parts = [Part("state", 1, boundary, os.urandom(boundary)) for boundary in (64, 130)]
+    none = [(k[:, 130:130], v[:, 130:130]) for k, v in layers]
+    client.store("root", layers=layers, token_ids=range(200), model="m")
+    client.store(
+        "mark", layers=none, token_ids=range(130), model="m", parent="root", base=130, parts=parts
+    )
+    (own,) = (
+        path for path in server.directory.glob("segments/*") if b'"mark"' in path.read_bytes()
+    )
+    shutil.copy(own, tmp_path / "own")
+    assert run("export", "mark", tmp_path / "whole", *at).status == 0
+    for file, base in (("whole", 0), ("own", 130)):
+        assert client.drop("mark") == [True]
+        stored = run("import", tmp_path / file, *at)
+        assert (stored.status, stored.err) == (0, "")
+        info = next(info for info in client.list() if info.namespace == "mark")
+        assert (info.token_count, info.base) == (130, base)
+        for part in parts:
+            end = part.boundary_tokens
+            back = client.fetch("mark", rows=(0, end), part_kinds=["state"])
+            assert back is not None
+            assert same_bits(back.layers, [(k[:, :end], v[:, :end]) for k, v in layers])
+            assert [(p.info, bytes(p.data)) for p in back.parts] == [(part.info, part.data)]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
