@@ -421,7 +421,7 @@ private func choice(_ blockRows: Int, _ blocks: Int, _ quest: Bool) -> Pion_V1_A
 
 /// Returns values as they travel: f32, little-endian.
 func packed(_ values: [Float]) -> [UInt8] {
-    Blocks.pack(values.map(\.bitPattern))
+    Blocks.pack(values.map { $0.bitPattern })
 }
 
 private func floats(_ data: Data) -> [Float] {

@@ -84,21 +84,17 @@ public enum Blocks {
 
     /// Returns token ids as they travel: u32, little-endian.
     public static func pack(_ tokenIDs: [UInt32]) -> [UInt8] {
-        var packed: [UInt8] = []
-        packed.reserveCapacity(4 * tokenIDs.count)
-        for id in tokenIDs {
-            packed.append(contentsOf: littleEndian(id))
-        }
-        return packed
+        tokenIDs.map { $0.littleEndian }.withUnsafeBytes { Array($0) }
     }
 
     /// Returns what `pack` packed; nil if the bytes are no whole number of ids.
     public static func unpack(_ packed: some Collection<UInt8>) -> [UInt32]? {
         let bytes = Array(packed)
         guard bytes.count % 4 == 0 else { return nil }
-        return stride(from: 0, to: bytes.count, by: 4).map { at in
-            UInt32(bytes[at]) | UInt32(bytes[at + 1]) << 8 | UInt32(bytes[at + 2]) << 16
-                | UInt32(bytes[at + 3]) << 24
+        return bytes.withUnsafeBytes { bytes in
+            stride(from: 0, to: bytes.count, by: 4).map { at in
+                UInt32(littleEndian: bytes.loadUnaligned(fromByteOffset: at, as: UInt32.self))
+            }
         }
     }
 }
