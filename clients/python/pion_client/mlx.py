@@ -6,8 +6,8 @@ cache. Knows mlx-lm's models and caches (through `caches`) and the client; neith
 The one decision: the server may only ever save time. A prefix is installed whole or not at all, after
 model id, token ids, layout, class, position, shape and type have been compared here; whatever is not
 exactly what the caller's model would have computed is a miss with its reason. A server that is down,
-slow or wrong costs one deadline, then nobody asks it for a while (`breaker`). Storing goes on behind
-the caller (`behind`), from views of memory that later appends to the cache do not change.
+slow or wrong costs one deadline, then nobody asks it for a while (`breaker`). Storing goes on in
+the background (`background`), from views of memory that later appends to the cache do not change.
 
 K/V are functions of the token ids, of the model *and of how the prefill was split*: the same tokens in
 other pieces differ in the last bits, because sums are formed in another order. The bits served are
@@ -40,7 +40,7 @@ from pion_client.attention import (
     make_pion_prompt_cache,
     uninstall_pion_attention_patch,
 )
-from pion_client.behind import EXIT_GRACE_S, Abandoned, Behind
+from pion_client.background import EXIT_GRACE_S, Abandoned, Background
 from pion_client.bundles import Bundle, Checkpoints, Facts, boundaries, parts_max, put_back
 from pion_client.caches import Cache, Expected, UnsupportedCache
 from pion_client.client import Client
@@ -181,7 +181,7 @@ class PionPromptCache(AttendByNamespace):
             self._refusal = str(refusal)
         self._owned = contextlib.ExitStack()
         self._client = client or self._owned.enter_context(Client(where, timeout_s=deadline_s))
-        self._behind = Behind(interrupt=self._owned.close)
+        self._background = Background(interrupt=self._owned.close)
         self._tally = Tally()
         self._exchange = Exchange(self._client, deadline_s, self._tally)
         self._pending: dict[int, Pending] = {}
@@ -279,7 +279,7 @@ class PionPromptCache(AttendByNamespace):
         what was not stored, by reason; `stored_whole` what was stored with rows of tokens that
         another prefix has rows of already, by reason: "rows_differ" where that has other bits,
         because its prefill was split elsewhere. Times are milliseconds: `fetch_ms_total` until the rows
-        are in the cache, `store_ms_total` on the thread behind. `lane` is how the last hit came,
+        are in the cache, `store_ms_total` in the background. `lane` is how the last hit came,
         "export" (files of the same host) or "stream", and `lane_reason` why it was streamed; once
         attention has run over a prefix of `make_pion_prompt_cache`, it says where: "in-process", or on
         the server, by "stream" or "unary". `attend` counts queries, and why some were not asked.
@@ -307,7 +307,7 @@ class PionPromptCache(AttendByNamespace):
             "lane": self.residency.lane or self._exchange.lane,
             "lane_reason": self._exchange.lane_reason,
             "breaker": "open" if self._exchange.breaker.is_open else "closed",
-            "pending_bytes": self._behind.pending_bytes,
+            "pending_bytes": self._background.pending_bytes,
             "vquant": self._quantised.vquant,
             "stored_as": self._stored_as(),
             "fidelity": self._quantised.stored(self._known[1].layout).fidelity
@@ -367,7 +367,7 @@ class PionPromptCache(AttendByNamespace):
         """
         own = [job for job in list(self._pending.values()) if job.request.namespace == namespace]
         if own:
-            self._behind.flush(max(self._deadline_s, *(job.prefill_ms / 1e3 for job in own)))
+            self._background.flush(max(self._deadline_s, *(job.prefill_ms / 1e3 for job in own)))
         token_ids = self._ids_of(namespace, token_count)
         try:
             with self._exchange.answering():
@@ -428,7 +428,7 @@ class PionPromptCache(AttendByNamespace):
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything queued is stored or skipped; False if that took longer."""
         arrays.mlx_core()  # in a forked child nobody works on the queue
-        return self._behind.flush(timeout_s)
+        return self._background.flush(timeout_s)
 
     def close(self, timeout_s: float = EXIT_GRACE_S) -> None:
         """Finishes storing, or abandons it after so long; then closes the client it made itself."""
@@ -437,8 +437,8 @@ class PionPromptCache(AttendByNamespace):
         except Forked:  # the queue, and who works on it, are the parent's
             self._owned.close()
             return
-        self._behind.flush(timeout_s)
-        self._behind.abandon()
+        self._background.flush(timeout_s)
+        self._background.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -516,7 +516,7 @@ class PionPromptCache(AttendByNamespace):
         own = [pending for pending in list(self._pending.values()) if pending.serves(request)]
         if own:
             longest_s = max(pending.prefill_ms for pending in own) / 1e3
-            self._behind.flush(max(longest_s, min(OWN_STORE_S, self._deadline_s)))
+            self._background.flush(max(longest_s, min(OWN_STORE_S, self._deadline_s)))
 
     # Attention on the server
 
@@ -645,7 +645,7 @@ class PionPromptCache(AttendByNamespace):
         prefill_ms: float,
         checkpoints: Checkpoints,
     ) -> str:
-        """Has the cache stored behind the caller; returns why not, or nothing."""
+        """Has the cache stored in the background; returns why not, or nothing."""
         if found.unstorable or found.facts is None:
             return found.unstorable
         if not self._admitted(request):
@@ -661,7 +661,7 @@ class PionPromptCache(AttendByNamespace):
             return str(refusal)
         pending = Pending(request, prefill_ms)
         self._pending[id(pending)] = pending
-        queued = self._behind.put(
+        queued = self._background.put(
             functools.partial(self._store, pending, found, bundle),
             size_bytes=bundle.size_bytes,
             delay_s=min(prefill_ms / 1e3, START_DELAY_S_MAX),
@@ -670,7 +670,7 @@ class PionPromptCache(AttendByNamespace):
         if queued:
             return ""
         self._settle(pending)
-        return "closed" if self._behind.ended else "queue_full"
+        return "closed" if self._background.ended else "queue_full"
 
     def _settle(self, pending: Pending, reason: str = "") -> None:
         """The end of a prefix that was to be stored, with the reason if it was not."""
@@ -690,12 +690,12 @@ class PionPromptCache(AttendByNamespace):
         return count >= self._admission_threshold
 
     def _store(self, pending: Pending, found: Found, bundle: Bundle) -> None:
-        """The job behind the caller."""
+        """The job that runs in the background."""
         started = time.perf_counter()
         reason = "error"
         try:
             with self._exchange.answering():
-                wrote = self._exchange.send(pending, found, bundle, self._behind.check)
+                wrote = self._exchange.send(pending, found, bundle, self._background.check)
                 self._tally.add("stores" if wrote else "already_stored")
                 reason = ""
                 if self._stage2 and pending.request.namespace and found.facts:

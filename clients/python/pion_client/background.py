@@ -1,12 +1,12 @@
-"""Work that goes on behind the caller: a short queue, one thread, and a clean end.
+"""Work in the background: a short queue, one thread, and a clean end.
 
 Knows neither prefixes nor servers: a job is a function.
 
-The one decision: the thread lives only while there is work, and is not a daemon. The interpreter waits
-for such threads when the main one has ended, and lets them start others while it does (gRPC needs
-some), so what was queued is finished although nobody called `close()`; it waits no longer than
-`EXIT_GRACE_S`, then the rest is abandoned. Daemon threads are cut off wherever they happen to be, and
-functions registered with `atexit` run when no thread can be started any more.
+The one decision: the thread lives only while there is work, and is not a daemon. When the main thread
+has ended, the interpreter waits for such threads and lets them start others meanwhile (gRPC needs some).
+So queued work is finished even if nobody called `close()`, for at most `EXIT_GRACE_S`; then the rest is
+abandoned. Daemon threads would be cut off wherever they happen to be, and functions registered with
+`atexit` run when no thread can be started any more.
 """
 
 import collections
@@ -19,16 +19,15 @@ from typing import NamedTuple
 
 JOBS_MAX = 64
 BYTES_MAX = 2 << 30
-"""Arrays that queued jobs keep in memory: the caller would have freed them by now."""
+"""Arrays that queued jobs keep in memory, which the caller would have freed by now."""
 EXIT_GRACE_S = 10.0
-"""How long the end of the program waits for what is still queued."""
-
+"""How long the program's exit waits for queued jobs."""
 
 _log = logging.getLogger(__name__)
 
 
 class Abandoned(Exception):
-    """The job is not wanted any more: raised out of `check`."""
+    """The job is no longer wanted; `check` raises this."""
 
 
 class _Job(NamedTuple):
@@ -36,19 +35,19 @@ class _Job(NamedTuple):
     abandoned: Callable[[], None]
     size_bytes: int
     due_s: float
-    """On the monotonic clock: not before, unless somebody waits for it."""
+    """On the monotonic clock: when it may start; earlier if somebody waits for it."""
 
 
-class Behind:
+class Background:
     """Runs jobs one after the other on a thread of their own.
 
     Args:
         jobs_max: how many may wait.
-        bytes_max: how much they may keep in memory, together with the one that runs.
-        interrupt: called when the work is abandoned: ends what a job may be waiting for.
+        bytes_max: how much they may keep in memory, including the one that is running.
+        interrupt: called when the work is abandoned, to end whatever a job may be waiting for.
 
-    Jobs deal with their own errors: what one raises is logged, and the next one runs. Abandoned is
-    not an error.
+    Jobs handle their own errors: an exception is logged, and the next job runs. Abandoned is not an
+    error.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Behind:
         self._jobs_max, self._bytes_max, self._interrupt = jobs_max, bytes_max, interrupt
         self._changed = threading.Condition()
         self._jobs: collections.deque[_Job] = collections.deque()
-        self._bytes = 0  # of the job that runs, too
+        self._bytes = 0  # including the job that is running
         self._running = False
         self._hurried = False
         self._ended = False
@@ -74,13 +73,13 @@ class Behind:
         delay_s: float = 0.0,
         abandoned: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Queues a job; returns False, and forgets it, if there is no room or no tomorrow.
+        """Queues a job; returns False, and forgets it, if the queue is full or has ended.
 
         Args:
             run: the job.
             size_bytes: what the job keeps in memory. A single job may be larger than the limit.
-            delay_s: leaves the processor to the caller for so long, or until `flush`, or until the
-                program ends.
+            delay_s: how long to leave the processor to the caller, unless `flush` is called or the
+                program ends before.
             abandoned: called instead of `run` if the job never starts.
         """
         with self._changed:
@@ -95,7 +94,7 @@ class Behind:
 
     @property
     def pending_bytes(self) -> int:
-        """What the jobs that have not ended keep in memory."""
+        """Bytes kept in memory by jobs that have not ended."""
         return self._bytes
 
     @property
@@ -104,19 +103,19 @@ class Behind:
         return self._ended
 
     def check(self, *_: object) -> None:
-        """Raises Abandoned if the work is not wanted any more; jobs call it now and then."""
+        """Raises Abandoned if the work is no longer wanted; jobs call it now and then."""
         if self._ended:
             raise Abandoned
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Has everything queued done now, and waits for it; returns False if that took too long."""
+        """Runs everything queued now, and waits for it; returns False if that took too long."""
         with self._changed:
             self._hurried = self._running
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._running, timeout_s)
 
     def abandon(self) -> None:
-        """Takes no more jobs, drops those that wait, and tells the one that runs."""
+        """Takes no more jobs, drops those that wait, and tells the running one."""
         with self._changed:
             self._ended = True
             dropped = list(self._jobs)
@@ -129,7 +128,7 @@ class Behind:
 
     def _start(self) -> bool:
         try:
-            threading.Thread(target=self._work, name="pion-behind").start()
+            threading.Thread(target=self._work, name="pion-background").start()
         except RuntimeError:  # the interpreter is past starting threads
             return False
         self._running = True
@@ -143,7 +142,7 @@ class Behind:
             except Abandoned:
                 pass
             except Exception:
-                _log.exception("a job behind the caller failed")
+                _log.exception("a background job failed")
             size_bytes = job.size_bytes
             del job  # its arrays must not outlive it
             with self._changed:
@@ -161,12 +160,12 @@ class Behind:
             return None
 
 
-_minded: "weakref.WeakSet[Behind]" = weakref.WeakSet()
+_minded: "weakref.WeakSet[Background]" = weakref.WeakSet()
 _minder: list[threading.Thread] = []
 
 
-def _mind_exit(behind: Behind) -> None:
-    _minded.add(behind)
+def _mind_exit(background: Background) -> None:
+    _minded.add(background)
     if not _minder:
         _minder.append(threading.Thread(target=_end_in_time, name="pion-exit", daemon=True))
         _minder[0].start()
@@ -175,6 +174,6 @@ def _mind_exit(behind: Behind) -> None:
 def _end_in_time() -> None:
     threading.main_thread().join()
     deadline = time.monotonic() + EXIT_GRACE_S
-    for behind in list(_minded):
-        if not behind.flush(max(0.0, deadline - time.monotonic())):
-            behind.abandon()
+    for background in list(_minded):
+        if not background.flush(max(0.0, deadline - time.monotonic())):
+            background.abandon()
