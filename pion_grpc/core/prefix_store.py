@@ -5,7 +5,7 @@ reason. A miss is an answer. A hit is never a lie: before a prefix is named in a
 been found with the right size, and after a boot that followed no clean stop every page of what was
 acknowledged without a sync has been checked once.
 
-Reads never write: uses are noted in memory and flushed by `tick`.
+Reads never write: uses are noted beside the catalogue and flushed by `tick`.
 """
 
 import contextlib
@@ -13,8 +13,6 @@ import dataclasses
 import functools
 import json
 import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -85,7 +83,6 @@ from pion_grpc.storage.catalog import (
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.sides import Sides
-from pion_grpc.storage.states import States
 from pion_wire import limits
 from pion_wire.blocks import common_tokens, root_hash
 from pion_wire.layout import Layout, PartInfo, Side
@@ -171,10 +168,7 @@ class PrefixStore:
         )
         """What the other halves of the core work with."""
         self.blobs = BlobStore(self.workshop)
-        self._lock = threading.Lock()
         self._published: Receipt | None = None
-        self._uses: dict[tuple[int, str], int] = {}
-        self._state_uses: dict[tuple[str, str], int] = {}
         self.exports = Exports(directory)
         """What has been checked of the files that are named to clients."""
         self.snapshots = Snapshots(self.workshop)
@@ -322,7 +316,6 @@ class PrefixStore:
 
         Pass what `publish` returns to `stored`.
         """
-        self.flush_uses()
         return begin_store(self.workshop, tenant, header)
 
     def stored(self, tenant: str, header: StoreHeader, stored: Stored) -> None:
@@ -337,7 +330,6 @@ class PrefixStore:
 
     def write_rows(self, tenant: str, header: WriteRowsHeader) -> RowsSession:
         """Begins to write rows into one tensor of a registered or stored prefix."""
-        self.flush_uses()
         return begin_rows(self.workshop, tenant, header)
 
     def drop(self, tenant: str, namespaces: list[str]) -> list[bool]:
@@ -557,13 +549,7 @@ class PrefixStore:
 
     def flush_uses(self) -> None:
         """Writes down which prefixes and states were used since the last flush."""
-        with self._lock:
-            uses, self._uses = self._uses, {}
-            state_uses, self._state_uses = self._state_uses, {}
-        if uses or state_uses:
-            with self._catalog.write() as transaction:
-                transaction.stamp_past(uses.items())
-                States(transaction).stamp_past(state_uses.items())
+        self.space.uses.flush()
 
     def clean(self) -> None:
         """Buries what is dead, counts foreign files, folds the log: call it every half minute."""
@@ -808,13 +794,11 @@ class PrefixStore:
 
     def note_use(self, prefix: int, sides: str = "") -> None:
         """Remembers that a prefix, or these sides of it, was used now."""
-        with self._lock:
-            self._uses[prefix, sides] = time.time_ns()
+        self.space.uses.note(prefix, sides)
 
     def note_state_use(self, tenant: str, session: str) -> None:
         """Remembers that the states of a session were used now."""
-        with self._lock:
-            self._state_uses[tenant, session] = time.time_ns()
+        self.space.uses.note_state(tenant, session)
 
 
 def _lease(transaction: Transaction, prefix: int, lease_ms: int) -> bytes:

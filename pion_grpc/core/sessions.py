@@ -3,8 +3,8 @@
 A session id that ends in `_pk` or `_pv` is the K or the V side of the namespace before it; any other
 is a namespace with one side. Sides are declared before they have rows, grow layer by layer, and are
 counted: `sides_max` of them, over all processes together, after which the one that was not used for
-longest goes. A prefix stored over gRPC has sessions, too, one for each side of its layout; they are
-never counted, and never go for a declaration.
+longest goes, whichever of the processes was asked for the others since. A prefix stored over gRPC has
+sessions, too, one for each side of its layout; they are never counted, and never go for a declaration.
 
 Refuses to know how a session is asked for. The one decision: there is no second store. A session is a
 view of a prefix, so both wires see the same rows, and what holds for prefixes (budgets, checksums,
@@ -186,9 +186,11 @@ class Sessions:
         check_namespace(namespace)
         check_prefill(prefill_ms)
         self._store.space.check_declared(len(table.hashes) if table is not None else 0)
-        with self._writing() as transaction:
+        with self._catalog.write() as transaction:
             row = self._found_or_new(transaction, tenant, namespace)
             existing = _sides(transaction, row)
+            # What exists is used before anything is declared that it might have to go for.
+            transaction.stamp([(row.id, "".join(side.value for side in declarations))])
             for side, declaration in declarations.items():
                 if side not in existing:
                     self._declare(transaction, row.id, side, declaration)
@@ -198,7 +200,6 @@ class Sessions:
                 transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
                 self._count_records(1)
             transaction.update(row.id, prefill_ms=prefill_ms)
-            transaction.stamp([(row.id, "".join(side.value for side in declarations))])
 
     def create(self, tenant: str, sid: str, declaration: Declaration, *, exactly: bool) -> int:
         """Declares one session and returns its number; one that exists stays as it is.
@@ -210,8 +211,9 @@ class Sessions:
         namespace, side = SessionName.of(sid)
         check_namespace(namespace)
         declaration = dataclasses.replace(declaration, bare=sid == namespace)
-        with self._writing() as transaction:
+        with self._catalog.write() as transaction:
             row = self._found_or_new(transaction, tenant, namespace)
+            transaction.stamp([(row.id, side.value)])
             if side not in _sides(transaction, row):
                 self._declare(transaction, row.id, side, declaration)
             else:
@@ -221,13 +223,12 @@ class Sessions:
                     known and Declaration.from_json(known).same_tensors(declaration)
                 ):
                     raise LayoutDiffers(f"{sid!r} exists, and is declared otherwise", namespace=sid)
-            transaction.stamp([(row.id, side.value)])
         return _number(row.id, side)
 
     def drop(self, tenant: str, namespaces: Iterable[str]) -> int:
         """Drops namespaces, and returns how many of them existed."""
         dropped = 0
-        with self._writing() as transaction:
+        with self._catalog.write() as transaction:
             for namespace in namespaces:
                 row = transaction.by_name(tenant, namespace)
                 if row is not None:
@@ -502,13 +503,6 @@ class Sessions:
                 raise NotStored(f"{sid!r} is not stored", namespace=sid)
         return name
 
-    @contextmanager
-    def _writing(self) -> Iterator[Transaction]:
-        """A write transaction in which every use up to now is known."""
-        self._store.flush_uses()
-        with self._catalog.write() as transaction:
-            yield transaction
-
     def _found_or_new(self, transaction: Transaction, tenant: str, namespace: str) -> PrefixRow:
         row = transaction.by_name(tenant, namespace)
         if row is None:
@@ -541,6 +535,8 @@ class Sessions:
         sides = Sides(transaction)
         sides.add(prefix, side, declaration.to_json())
         self._count_records(1)
+        if self.sides_max and sides.count() > self.sides_max:
+            self._workshop.space.uses.gather(transaction)
         while self.sides_max and sides.count() > self.sides_max:
             victim = sides.least_used()
             assert victim is not None

@@ -7,6 +7,7 @@ that which took it may die. It ends with its prefix or with the server: whoever 
 the directory at its start forgets those of the processes before.
 """
 
+import contextlib
 import json
 
 from pion_grpc.core.live import check_not_shared, outgrown
@@ -14,7 +15,7 @@ from pion_grpc.core.reading import own_row_counts
 from pion_grpc.core.space import keep_tokens
 from pion_grpc.core.values import check_namespace
 from pion_grpc.core.workshop import Workshop
-from pion_grpc.errors import NotStored, OverBudget
+from pion_grpc.errors import DiskFull, NotStored, OverBudget
 from pion_grpc.storage.catalog import ExtentRow, PrefixRow, Transaction
 from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
@@ -38,9 +39,15 @@ class Snapshots:
         self._catalog = workshop.catalog
 
     def forget_if_alone(self) -> None:
-        """Forgets all of them if no other process is there that may have taken one."""
+        """Forgets all of them if no other process is there that may have taken one.
+
+        On a full disk they stay: a way back that nobody knows of does no harm.
+        """
         directory = self._workshop.directory
-        with self._catalog.write() as transaction:
+        with self._catalog.read() as transaction:
+            if RowSnapshots(transaction).is_empty():
+                return
+        with contextlib.suppress(DiskFull), self._catalog.write() as transaction:
             # In here: whoever takes one later had its lock before that, or waits for this to end.
             if directory.live_instances() == {directory.instance}:
                 RowSnapshots(transaction).clear()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from pion_grpc.core.matching import nodes
 from pion_grpc.core.reading import CorruptPrefix
+from pion_grpc.core.uses import Uses
 from pion_grpc.errors import DiskFull, OverBudget, OverQuota
 from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.copies import Copies
@@ -70,6 +71,8 @@ class Space:
         self.budget_bytes = budget_bytes
         self.tenant_budget_bytes = tenant_budget_bytes
         self._lock = threading.Lock()
+        self.uses = Uses(directory, catalog)
+        """What goes first, it goes by these."""
         self._foreign_bytes = 0
         self._evicted = 0
         self._corrupt = 0
@@ -152,15 +155,22 @@ class Space:
         overhead = self._overhead_bytes() + growth + grown_bytes
         if needed + overhead > self.budget_bytes:
             raise self._over_budget(needed)
+        quota = self.tenant_budget_bytes
+
+        def too_much() -> bool:
+            left_free = max(0, growth - transaction.free_bytes())
+            return transaction.stored_bytes() + overhead + left_free > self.budget_bytes
+
+        def too_much_of_tenant() -> bool:
+            return bool(quota) and transaction.usage(tenant) > quota
+
         evicted: list[str] = []
-        while (
-            transaction.stored_bytes() + overhead + max(0, growth - transaction.free_bytes())
-            > self.budget_bytes
-        ):
+        if too_much() or too_much_of_tenant():
+            self.uses.gather(transaction)
+        while too_much():
             if not self._give_way(transaction, None, evicted):
                 raise self._over_budget(needed)
-        quota = self.tenant_budget_bytes
-        while quota and transaction.usage(tenant) > quota:
+        while too_much_of_tenant():
             if needed > quota or not self._give_way(transaction, tenant, evicted):
                 raise OverQuota(
                     f"{needed} bytes do not fit into the tenant's {quota}",
@@ -368,6 +378,7 @@ class Space:
                 transaction.delete(prefix.id)
                 self.collect(transaction, prefix.parent)
             transaction.release_all(instance)
+            self.uses.inherit(transaction, instance)
         self._remove_unnamed(list(self._directory.files_of(instance)))
 
     def _remove_ownerless_files(self) -> None:

@@ -10,6 +10,7 @@
     not-adopted/      what a rebuild of the catalogue has set aside; nobody removes anything there
     run/<id>.lock     held with flock for the life of the process with that instance id
     run/<id>-counters what that process has counted, for the others to add up
+    run/<id>-uses     what it has used, and has not written down yet
     host-token        32 random bytes that prove to a client that both see this directory
 
 Every file in `segments/`, `rows/` and `blobs/` begins with the instance id of the process that wrote
@@ -92,7 +93,8 @@ class DataDirectory:
 
     def close(self) -> None:
         """Gives the locks back."""
-        (self.run / f"{self.instance}-counters").unlink(missing_ok=True)
+        for kind in ("counters", "uses"):
+            (self.run / f"{self.instance}-{kind}").unlink(missing_ok=True)
         (self.run / f"{self.instance}.lock").unlink(missing_ok=True)
         self.let_go()
 
@@ -194,14 +196,16 @@ class DataDirectory:
     def foreign_bytes(self, named: set[str], instances: set[str]) -> int:
         """Returns the bytes of all files but the database, the `named` ones and those being written.
 
-        Files that a live instance writes are reserved in the catalogue before they grow.
+        Files that a live instance writes are reserved in the catalogue before they grow, but for what
+        it notes for the others.
         """
         total = 0
         for parent, _, names in os.walk(self.path):
             for path in (Path(parent, name) for name in names):
                 if path.name in _DATABASE:
                     continue
-                if self.name_of(path) in named or path.name.partition("-")[0] in instances:
+                instance, _, kind = path.name.partition("-")
+                if self.name_of(path) in named or (instance in instances and kind != "uses"):
                     continue
                 try:
                     total += path.lstat().st_size

@@ -73,6 +73,16 @@ def fill_up(store: PrefixStore) -> list[str]:
     return stored[1:]
 
 
+def test_what_another_process_has_just_used_does_not_go(machine: Machine) -> None:
+    one, other = machine.start(BUDGET), machine.start(BUDGET)
+    first, second, third, *_ = fill_up(one)
+    assert look(other, first).hit
+    assert rows_of(other, third)
+    for number in range(2):
+        big(one, f"more{number}", salt=1_000 + number)
+    assert {first, second, third} & set(names(one)) == {first, third}
+
+
 def test_a_thousand_stores_never_exceed_the_budget(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "data")
     budget = 50 << 20

@@ -141,7 +141,8 @@ def test_what_a_dead_process_left_goes_and_what_it_finished_stays(machine: Machi
     assert usage(two) == before
     assert stray_files(two) == []
     assert sorted(path.name for path in two.directory.run.iterdir()) == [
-        f"{two.directory.instance}.lock"
+        f"{two.directory.instance}-uses",
+        f"{two.directory.instance}.lock",
     ]
     assert_truth(two, "p", FULL[:400])
     assert rows_of(two, "live") == dict.fromkeys((0, 1), b"x" * 160)
@@ -181,7 +182,8 @@ def test_many_processes_may_start_at_once_on_a_new_directory(tmp_path: Path) -> 
     store = machine.start()
     for number in range(5):
         assert_truth(store, str(number), tokens(100, salt=number))
-    assert sorted(path.suffix for path in store.directory.run.iterdir()) == [".lock"]
+    left = {path.name for path in store.directory.run.iterdir()}
+    assert left == {f"{store.directory.instance}-uses", f"{store.directory.instance}.lock"}
     assert store.totals().disk_used_bytes == directory_bytes(data)
     machine.close()
 

@@ -188,8 +188,9 @@ def test_going_back_to_before_a_layer_takes_no_rows_that_children_share(
     assert matched(store, FULL).matched_tokens == 100
 
 
-def test_a_use_that_is_written_down_late_is_no_later_than_it_was(machine: Machine) -> None:
-    """What one process keeps in memory has its place among what another has written down."""
+@pytest.mark.parametrize("how", ["in memory", "written down", "killed"])
+def test_no_use_counts_later_than_it_was_or_not_at_all(machine: Machine, how: str) -> None:
+    """Those of all processes are one order, whoever has written down what of it."""
     one, other = machine.start(), machine.start()
     early, late = Sessions(one, sides_max=6), Sessions(other, sides_max=6)
     declared = dict.fromkeys(Side, HALVES)
@@ -197,9 +198,23 @@ def test_a_use_that_is_written_down_late_is_no_later_than_it_was(machine: Machin
         early.register(TENANT, name, declared)
     assert early.lookup(TENANT, "a")
     assert late.lookup(TENANT, "c")
-    other.flush_uses()
-    one.flush_uses()
+    if how == "written down":
+        other.flush_uses()
+        one.flush_uses()
+    if how == "killed":
+        machine.crash(one)
+        other.clean()
     for name, gone in (("d", "b"), ("e", "a"), ("f", "c")):
         late.register(TENANT, name, declared)
-        assert not early.exists(TENANT, gone), "not the one that was used longest ago"
-        assert sum(early.exists(TENANT, known) for known in "abcdef") == 3
+        assert not late.exists(TENANT, gone), "not the one that was used longest ago"
+        assert sum(late.exists(TENANT, known) for known in "abcdef") == 3
+
+
+def test_a_side_never_goes_for_the_other_of_its_prefix(store: PrefixStore) -> None:
+    sessions = Sessions(store, sides_max=3)
+    for sid in ("p_pk", "q_pk", "q_pv"):
+        sessions.create(TENANT, sid, HALVES, exactly=False)
+    sessions.register(TENANT, "p", dict.fromkeys(Side, HALVES))
+    assert sessions.lookup(TENANT, "p")
+    assert sessions.info(TENANT, "q_pk") is None
+    assert sessions.info(TENANT, "q_pv") is not None

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -98,25 +99,70 @@ def test_no_connection_has_the_number_of_another(server: ServerProcess) -> None:
         wire.close()
 
 
-def test_the_limit_of_sessions_is_one_for_all(start_server: Callable[..., ServerProcess]) -> None:
-    flags = ("--workers", "2", "--resp", "127.0.0.1:0", "--max-sessions", "8")
-    server = start_server(*flags)
-    host, _, port = server.ready["resp"].rpartition(":")
-    one, other = (Wire(f"{host}:{int(port) + 2 + worker}") for worker in range(2))
-    for number in range(6):
-        wire: Any = (one, other)[number % 2]
-        wire("KV.PREFIX.REGISTER", f"ns{number}", 8, "fp16")
-    answers = [one("KV.PREFIX.LOOKUP", f"ns{number}") for number in range(6)]
-    assert answers == ["MISS", "MISS", "HIT", "HIT", "HIT", "HIT"]
-    assert fields(other("KV.PREFIX.INFO"))["vstore_sessions"] == "8"
-    one.close()
-    other.close()
-
-
 def worker(server: ServerProcess, index: int) -> Wire:
     """Returns a connection to one worker and no other."""
     host, _, port = server.ready["resp"].rpartition(":")
     return Wire(f"{host}:{int(port) + 2 + index}")
+
+
+class Expected:
+    """The sides that there should be, those that were used longest ago first."""
+
+    def __init__(self, sides_max: int) -> None:
+        self.sides: list[str] = []
+        self.sides_max = sides_max
+
+    def use(self, namespace: str, endings: tuple[str, ...]) -> None:
+        for sid in (f"{namespace}_{ending}" for ending in endings):
+            if sid in self.sides:
+                self.sides.remove(sid)
+                self.sides.append(sid)
+
+    def register(self, namespace: str) -> None:
+        self.use(namespace, BOTH)
+        self.sides += [sid for ending in BOTH if (sid := f"{namespace}_{ending}") not in self.sides]
+        del self.sides[: -self.sides_max]
+
+
+BOTH = ("pk", "pv")
+USES: dict[str, tuple[tuple[str, ...], Callable[[Wire, str], Any]]] = {
+    "lookup": (BOTH, lambda wire, name: wire("KV.PREFIX.LOOKUP", name)),
+    "k": (("pk",), lambda wire, name: wire("V.FETCH", f"{name}_pk", 0, "RANGE", 0, 1)),
+    "v": (("pv",), lambda wire, name: wire("V.FETCH", f"{name}_pv", "BATCH", 0, 1)),
+    "table": (("pk",), lambda wire, name: wire("KV.PREFIX.MEMBERSHIP", name, 1, bytes(8))),
+    "store": (("pv",), lambda wire, name: wire("V.STOREBATCH", f"{name}_pv", 0, 0, 1, bytes(32))),
+}
+
+
+def test_the_limit_of_sessions_is_one_for_all_in_the_order_of_their_uses(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    """Whichever worker was asked for what: nobody waits for another to write its uses down."""
+    sides_max = 9
+    flags = ("--workers", str(WORKERS), "--resp", "127.0.0.1:0", "--max-sessions", str(sides_max))
+    server = start_server(*flags)
+    wires = [worker(server, index) for index in range(WORKERS)]
+    expected = Expected(sides_max)
+    draw = random.Random(7)
+    for number in range(60):
+        for _ in range(draw.randrange(6)):
+            namespace = f"ns{draw.randrange(max(number - 6, 0), number + 1)}"
+            sides, use = USES[draw.choice(sorted(USES))]
+            there = [ending for ending in sides if f"{namespace}_{ending}" in expected.sides]
+            if there == list(sides):
+                use(draw.choice(wires), namespace)
+                expected.use(namespace, sides)
+        namespace = f"ns{draw.randrange(max(number - 2, 0), number + 1)}"
+        table = ("BLOCKS", 64, 1, bytes(8))
+        draw.choice(wires)("KV.PREFIX.REGISTER", namespace, 8, "fp16", *table)
+        expected.register(namespace)
+        known = [f"ns{i}_{ending}" for i in range(number + 1) for ending in BOTH]
+        infos = draw.choice(wires).pipeline(*(("V.INFO", sid) for sid in known))
+        there = [sid for sid, info in zip(known, infos, strict=True) if info is not None]
+        assert there == [sid for sid in known if sid in expected.sides]
+    assert fields(wires[0]("KV.PREFIX.INFO"))["vstore_sessions"] == str(sides_max)
+    for wire in wires:
+        wire.close()
 
 
 def test_a_snapshot_is_not_lost_on_the_worker_that_took_it(server: ServerProcess) -> None:
