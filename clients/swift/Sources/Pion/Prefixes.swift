@@ -18,6 +18,11 @@ public struct Match: Sendable, Hashable {
     /// The first of the kinds of parts asked for that is not at the later boundary, which made them fewer; empty if
     /// none did.
     public let shortenedBy: String
+    /// The prefix with the most leading tokens in common, whatever parts it has, with a hit or without; empty if there
+    /// is none. A store of the prompt that extends it, as its `parent`, keeps none of these rows twice.
+    public let longestNamespace: String
+    /// How many they are.
+    public let longestTokens: UInt64
     /// Pass it to `fetch`.
     public let leaseID: [UInt8]
 }
@@ -88,7 +93,9 @@ extension PionClient {
             hit: answer.hit, reason: MissReason(answer.reason),
             prefix: answer.hasPrefix ? try PrefixInfo(answer.prefix) : nil,
             requestedTokens: answer.requestedTokens, matchedTokens: answer.matchedTokens,
-            servedTokens: answer.servedTokens, shortenedBy: answer.shortenedBy, leaseID: Array(answer.leaseID))
+            servedTokens: answer.servedTokens, shortenedBy: answer.shortenedBy,
+            longestNamespace: answer.longestNamespace, longestTokens: answer.longestTokens,
+            leaseID: Array(answer.leaseID))
         if match.hit {
             guard let prefix = match.prefix else { throw PionError(.badAnswer, "a hit names no prefix") }
             remember(prefix.namespace, leaseID: match.leaseID, route: route)
@@ -153,7 +160,7 @@ extension PionClient {
     /// - Parameters:
     ///   - namespace: nil derives one from the token ids.
     ///   - tokenIDs: All ids, the parent's share included.
-    ///   - tensors: The rows from `base` on, ordered by slot, K before V.
+    ///   - tensors: The rows from `base` on, ordered by slot, K before V; of none, if that is all tokens.
     ///   - parent: The prefix that this one extends, and `base` how many rows it takes from it.
     ///   - replace: Puts it in the place of what the namespace holds.
     ///   - prefillMS: The measured prefill time of these tokens; 0: not measured.

@@ -133,11 +133,31 @@ struct RoundTripTests {
                 model: model, tokenIDs: Array(ids.prefix(150)), partKinds: ["state"])
             #expect(match.hit && match.matchedTokens == 150 && match.servedTokens == 64)
             #expect(match.shortenedBy == "state" && match.reason != .none)
+            #expect(match.longestNamespace == name && match.longestTokens == 150)
             let rows = 0..<match.servedTokens
             let prefix = try await client.fetch(.lease(match.leaseID), rows: rows, partKinds: ["state"])
             #expect(prefix?.parts == [parts[0]] && prefix?.tokenIDs == Array(ids.prefix(64)))
             #expect(try await client.fetch(.lease(match.leaseID), rows: 0..<150, partKinds: ["state"]) == nil)
             _ = try await client.drop([name])
+        }
+    }
+
+    @Test func aChildTakesTheRowsOfItsParent() async throws {
+        let (name, model, tensors) = (name, model, try sample(.f16, tokens: 100))
+        let ids = (0..<100).map { UInt32($0) + 13 }
+        let rest = tensors.map { tensor in
+            Tensor(layout: tensor.layout, data: Array(tensor.data.dropFirst(64 * tensor.layout.rowBytes)))
+        }
+        let first = tensors.map { tensor in
+            Tensor(layout: tensor.layout, data: Array(tensor.data.prefix(64 * tensor.layout.rowBytes)))
+        }
+        try await withPionClient(try #require(address)) { client in
+            _ = try await client.store(name, model: model, tokenIDs: Array(ids.prefix(64)), tensors: first)
+            let child = try await client.store(
+                name + "-child", model: model, tokenIDs: ids, tensors: rest, parent: name, base: 64)
+            #expect(child.base == 64 && child.tokenCount == 100)
+            #expect(try await client.fetch(.namespace(name + "-child"))?.tensors == tensors)
+            _ = try await client.drop([name + "-child", name])
         }
     }
 
