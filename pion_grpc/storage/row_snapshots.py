@@ -20,6 +20,9 @@ CREATE TABLE row_snapshot (
 CREATE INDEX row_snapshot_prefix ON row_snapshot (prefix);
 """
 
+ID_MAX = (1 << 63) - 1
+"""What a column holds; a client may ask for more."""
+
 
 class RowSnapshots:
     """The table of row snapshots within one transaction."""
@@ -38,6 +41,8 @@ class RowSnapshots:
 
     def get(self, snapshot: int, prefix: int, sides: str) -> dict[int, int] | None:
         """Returns the rows by the tensor's key; None if it is no snapshot of just these sides."""
+        if snapshot > ID_MAX:
+            return None
         rows = self._transaction.all(
             "SELECT row_counts FROM row_snapshot WHERE id = ? AND prefix = ? AND sides = ?",
             (snapshot, prefix, sides),
@@ -51,7 +56,7 @@ class RowSnapshots:
 
     def remove(self, snapshot: int, prefix: int, sides: str) -> bool:
         """Removes a snapshot; says whether it was one of just these sides of the prefix."""
-        return bool(
+        return snapshot <= ID_MAX and bool(
             self._transaction.all(
                 "DELETE FROM row_snapshot WHERE id = ? AND prefix = ? AND sides = ? RETURNING id",
                 (snapshot, prefix, sides),

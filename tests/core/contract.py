@@ -821,6 +821,9 @@ class StoreContract:
             store.snapshots.restore(TENANT, "absent", snapshot)
         with pytest.raises(NotStored):
             store.snapshots.restore(TENANT, "p", snapshot + 1)
+        with pytest.raises(NotStored):
+            store.snapshots.restore(TENANT, "p", (1 << 64) - 1)
+        assert not store.snapshots.release(TENANT, "p", (1 << 64) - 1)
         assert store.snapshots.release(TENANT, "p", snapshot)
         assert not store.snapshots.release(TENANT, "p", snapshot)
         with pytest.raises(NotStored):
