@@ -273,6 +273,11 @@ class BlobReading:
             self._blob.file, status.st_dev, status.st_ino, status.st_size, self._run.offset
         )
 
+    @property
+    def id(self) -> int:
+        """Of the value in its file."""
+        return self._blob.id
+
     @contextlib.contextmanager
     def _condemning(self) -> Iterator[None]:
         try:

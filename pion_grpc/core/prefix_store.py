@@ -71,6 +71,7 @@ from pion_grpc.errors import (
     RowsOutOfRange,
     Unreadable,
 )
+from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import (
     BlockTableRow,
     Catalog,
@@ -516,9 +517,11 @@ class PrefixStore:
         with self._catalog.read() as transaction:
             waiting = transaction.hidden()
             expired = transaction.has_expired_leases(unix_ms())
+            expired = expired or Blobs(transaction).has_expired_leases()
         if waiting or expired:
             with self._catalog.write() as transaction:
                 transaction.end_leases(unix_ms())
+                Blobs(transaction).collect()
                 for row in waiting:
                     self.space.collect(transaction, row.id)
         self.space.sweep()

@@ -9,7 +9,7 @@ client on this host reads them) is true of states.
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from crc32c import crc32c
@@ -17,9 +17,10 @@ from crc32c import crc32c
 from pion_grpc.core.blobs import BlobReading, BlobStore, BlobWriter
 from pion_grpc.core.exporting import ExportedFile
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.values import Durability, check_namespace
+from pion_grpc.core.values import Durability, check_lease, check_namespace
 from pion_grpc.errors import ChecksumMismatch, GenerationDiffers, InvalidRequest
 from pion_grpc.storage.blobs import Blobs
+from pion_grpc.storage.catalog import unix_ms
 from pion_grpc.storage.states import StateRow, States
 from pion_wire import limits
 from pion_wire.framing import PartChunk
@@ -211,20 +212,32 @@ class RecurrentStates:
             self._store.note_state_use(tenant, session)
             return FoundState(_info(state, reading.size), state.generation, reading)
 
-    def export(self, tenant: str, session: str, layers: Iterable[int]) -> list[StateExport]:
-        """Names the files of a session's values, of those layers that have one, every page checked.
+    def export(
+        self, tenant: str, session: str, layers: Sequence[int], lease_ms: int
+    ) -> list[StateExport]:
+        """Names the files of a session's values, of those layers that have one, and leases them.
+
+        Every page of them has been checked.
 
         Raises:
+            InvalidRequest: the lease would be too long.
             Corrupt: a file is damaged; its value has been taken out.
         """
-        exported = []
-        for layer in layers:
-            found = self.open(tenant, session, layer)
-            if found is not None:
-                with contextlib.closing(found.reading) as reading:
-                    file = reading.exported(self._store.exports)
-                exported.append(StateExport(layer, found.info, found.generation, file))
-        return exported
+        check_lease(lease_ms)
+        while True:
+            exported, blobs = [], []
+            for layer in layers:
+                found = self.open(tenant, session, layer)
+                if found is not None:
+                    with contextlib.closing(found.reading) as reading:
+                        file = reading.exported(self._store.exports)
+                    exported.append(StateExport(layer, found.info, found.generation, file))
+                    blobs.append(reading.id)
+            if not blobs:
+                return []
+            with self._catalog.write() as transaction:
+                if Blobs(transaction).lease(blobs, unix_ms() + max(lease_ms, 1)):
+                    return exported  # else one was replaced meanwhile: look again
 
     def drop(self, tenant: str, session: str, layer: int | None = None) -> int:
         """Drops one layer of a session, or all; returns how many there were."""

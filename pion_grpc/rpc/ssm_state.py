@@ -60,8 +60,9 @@ class SSMStateService:
             return answer
         _check_session(request.session)
         _check_layers(request.layers)
+        lease_ms = request.lease_ms if request.HasField("lease_ms") else limits.LEASE_MS_DEFAULT
         for layer, info, generation, file in self._states.export(
-            call.tenant, request.session, request.layers
+            call.tenant, request.session, request.layers, lease_ms
         ):
             where = file._asdict() if file else {}
             answer.values.add(layer=layer, info=_info(info), generation=generation, **where)

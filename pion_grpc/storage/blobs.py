@@ -1,12 +1,14 @@
 """Blobs: opaque values in files of their own, under page checksums, named by one row each.
 
 A blob is written whole, then named in the transaction that makes it somebody's value, and becomes
-garbage in the transaction that replaces it. Knows bytes and files; whose value it is, other tables say.
+garbage in the transaction that replaces it; one that is leased, when the lease has ended, and counts
+until then. Knows bytes and files; whose value it is, other tables say.
 
 A file holds the value alone, or is a segment (see `pion_wire.segment`) whose only part it is: then other
 programs can read it, too. Which of the two, the end of its name says.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pion_grpc.errors import Corrupt
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from pion_grpc.storage.catalog import Transaction
 
 SEGMENT_SUFFIX = ".safetensors"
+LEASED = "blob.leased_until_unix_ms > CAST(unixepoch('subsec') * 1000 AS INTEGER)"
+"""In a statement: whether a blob is leased."""
 
 SCHEMA = """
 CREATE TABLE blob (
@@ -25,14 +29,17 @@ CREATE TABLE blob (
   file      TEXT NOT NULL,
   bytes     INTEGER NOT NULL,
   checksums BLOB NOT NULL,
-  boot      TEXT               -- boot under which it was written unsynced; NULL: on disk
+  boot      TEXT,              -- boot under which it was written unsynced; NULL: on disk
+  leased_until_unix_ms INTEGER NOT NULL DEFAULT 0,
+  removed   INTEGER NOT NULL DEFAULT 0  -- nobody's value any more, but leased
 );
 CREATE INDEX blob_file ON blob (file);
 CREATE INDEX blob_unsynced ON blob (id) WHERE boot IS NOT NULL;
+CREATE INDEX blob_removed ON blob (leased_until_unix_ms) WHERE removed;
 CREATE TRIGGER blob_added AFTER INSERT ON blob BEGIN
   INSERT INTO usage VALUES (NEW.tenant, NEW.bytes) ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes;
 END;
-CREATE TRIGGER blob_removed AFTER DELETE ON blob BEGIN
+CREATE TRIGGER blob_deleted AFTER DELETE ON blob BEGIN
   UPDATE usage SET bytes = bytes - OLD.bytes WHERE tenant = OLD.tenant;
   INSERT OR IGNORE INTO garbage VALUES (OLD.file, OLD.bytes);
 END;
@@ -110,14 +117,36 @@ class Blobs:
         )
 
     def remove(self, blob: int) -> None:
-        """Takes a blob away; its file becomes garbage."""
-        self._transaction.run("DELETE FROM blob WHERE id = ?", (blob,))
+        """Takes a blob away; its file becomes garbage, once no lease keeps it."""
+        self._transaction.run("UPDATE blob SET removed = 1 WHERE id = ?", (blob,))
+        self._transaction.run(f"DELETE FROM blob WHERE id = ? AND NOT {LEASED}", (blob,))
+
+    def lease(self, blobs: Sequence[int], until_unix_ms: int) -> bool:
+        """Leases blobs; False if one of them has been taken away meanwhile."""
+        rows = [
+            self._transaction.all(
+                "UPDATE blob SET leased_until_unix_ms = max(leased_until_unix_ms, ?)"
+                " WHERE id = ? AND NOT removed RETURNING id",
+                (until_unix_ms, blob),
+            )
+            for blob in blobs
+        ]
+        return all(rows)
+
+    def has_expired_leases(self) -> bool:
+        """Says whether `collect` has something to do."""
+        statement = f"SELECT 1 FROM blob WHERE removed AND NOT {LEASED} LIMIT 1"
+        return bool(self._transaction.all(statement, ()))
+
+    def collect(self) -> None:
+        """Makes garbage of the files that were kept by a lease only, and are not any more."""
+        self._transaction.run(f"DELETE FROM blob WHERE removed AND NOT {LEASED}", ())
 
     def condemn(self, blob: int) -> None:
         """Takes a damaged blob away, and whatever it is the value of."""
         self._transaction.run("DELETE FROM key WHERE blob = ?", (blob,))
         self._transaction.run("DELETE FROM state WHERE blob = ?", (blob,))
-        self.remove(blob)
+        self._transaction.run("DELETE FROM blob WHERE id = ?", (blob,))
 
     def unsynced(self) -> list[BlobRow]:
         """Returns what would not survive a power cut."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from pion_grpc.storage.blobs import Blobs
+from pion_grpc.storage.blobs import LEASED, Blobs
 
 if TYPE_CHECKING:
     from pion_grpc.storage.catalog import Transaction
@@ -99,10 +99,16 @@ class States:
             )
 
     def least_used(self, tenant: str | None) -> tuple[str, str, int] | None:
-        """Returns tenant, name and last use of the session that was not used for longest."""
-        condition, values = ("WHERE tenant = ?", (tenant,)) if tenant is not None else ("", ())
+        """Returns tenant, name and last use of the session that was not used for longest.
+
+        Not one that is leased.
+        """
+        condition, values = ("AND tenant = ?", (tenant,)) if tenant is not None else ("", ())
         rows = self._transaction.all(
-            f"SELECT tenant, session, last_use FROM state {condition} ORDER BY last_use LIMIT 1",
+            "SELECT tenant, session, last_use FROM state WHERE NOT EXISTS ("
+            "SELECT 1 FROM state AS layer JOIN blob ON blob.id = layer.blob"
+            " WHERE layer.tenant = state.tenant AND layer.session = state.session"
+            f" AND {LEASED}) {condition} ORDER BY last_use LIMIT 1",
             values,
         )
         return rows[0] if rows else None

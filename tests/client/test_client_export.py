@@ -21,6 +21,7 @@ from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import ssm_state_pb2
 from tests.client.links import Pairs, assert_same, linked, random_layers
 from tests.conftest import ServerProcess
+from tests.server.wire import eventually
 
 MODEL = "mlx1:test"
 LAYERS = random_layers(31, 400, heads=3, dim=64)
@@ -98,8 +99,8 @@ class States(What):
         ((transport, reason),) = {state[5:] for state in found.values()}
         return transport, reason
 
-    def answer(self, client: Client, name: str = "name") -> Any:
-        request = ssm_state_pb2.SSMStateExportRequest(session=name, layers=VALUES)
+    def answer(self, client: Client, name: str = "name", **fields: Any) -> Any:
+        request = ssm_state_pb2.SSMStateExportRequest(session=name, layers=VALUES, **fields)
         return client._calls.ask("state_export", request, name, None)
 
     def named(self, answer: Any) -> Any:
@@ -484,10 +485,12 @@ def test_a_file_that_holds_another_state_is_not_read(
         States().opened(doctored)
 
 
-def test_a_state_that_was_replaced_meanwhile_is_not_read(client: Client) -> None:
+def test_a_state_that_was_replaced_is_not_read_when_its_lease_has_ended(client: Client) -> None:
     client.states.store("replaced", 3, b"old")
-    named = States().answer(client, "replaced")
+    named = States().answer(client, "replaced", lease_ms=1)
     client.states.store("replaced", 3, b"new")
+    file = Path(named.directory) / named.values[0].file_name
+    eventually(lambda: not file.exists())
     with pytest.raises(CannotExport, match="cannot be opened"):
         States().opened(named)
     found = client.states.fetch("replaced", 3)

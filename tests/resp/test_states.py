@@ -11,6 +11,7 @@ import pytest
 from crc32c import crc32c
 
 from pion_grpc.core.states import RecurrentStates
+from pion_grpc.errors import InvalidRequest
 from pion_grpc.storage.states import States
 from pion_wire.v1 import ssm_state_pb2 as pb
 from pion_wire.v1 import types_pb2
@@ -265,7 +266,7 @@ def test_a_files_every_byte_is_counted_and_what_was_written_before_is_still_read
     files = list(directory.blobs.iterdir())
     with states.blobs.workshop.catalog.read() as transaction:
         assert transaction.usage("") == sum(file.stat().st_size for file in files)
-    named = states.export("", "s", [0, 1, 2])
+    named = states.export("", "s", [0, 1, 2], 0)
     assert [(state.layer, state.info.size_bytes) for state in named] == [(0, 1_000), (1, 0)]
     assert {state.file.file_name for state in named if state.file} == {
         directory.name_of(file) for file in files
@@ -275,9 +276,60 @@ def test_a_files_every_byte_is_counted_and_what_was_written_before_is_still_read
     with states.blobs.workshop.catalog.write() as transaction:
         blob = states.blobs.publish(transaction, written)
         States(transaction).put("", "s", 0, blob, 5, "", "")
-    (older,) = states.export("", "s", [0])
+    (older,) = states.export("", "s", [0], 0)
     assert (older.info.size_bytes, older.file) == (5, None)
     assert resp.connect()("SSM.PREFIX.FETCH", "s", 0) == b"older"
+
+
+@pytest.mark.parametrize("how", ["replaced", "dropped"])
+def test_a_leased_file_stays_and_counts_until_the_lease_ends(
+    start_resp: Callable[..., Resp], how: str
+) -> None:
+    resp = start_resp()
+    states, directory = RecurrentStates(resp.store), resp.store.directory
+
+    def used() -> int:
+        with states.blobs.workshop.catalog.read() as transaction:
+            return transaction.stored_bytes()
+
+    for layer in (0, 1):
+        states.store("", "s", layer, bytes(MIB))
+    (named,) = states.export("", "s", [0], 60_000)
+    assert named.file is not None
+    if how == "replaced":
+        states.store("", "s", 0, b"")
+    else:
+        states.drop("", "s", 0)
+    states.drop("", "s", 1)
+    resp.store.tick()
+    file = directory.resolve(named.file.file_name)
+    assert file.exists()
+    assert used() > MIB
+    with states.blobs.workshop.catalog.write() as transaction:  # as time goes by
+        transaction.run("UPDATE blob SET leased_until_unix_ms = 1", ())
+    resp.store.tick()
+    assert not file.exists()
+    assert used() < MIB
+
+
+def test_a_leased_session_is_not_evicted_though_it_was_used_least(
+    start_resp: Callable[..., Resp],
+) -> None:
+    resp = start_resp(budget_bytes=16 << 20)
+    states = RecurrentStates(resp.store)
+    for name in ("leased", "free"):
+        for layer in (0, 1):
+            states.store("", name, layer, bytes(MIB))
+    states.export("", "leased", [1], 60_000)
+    for number in range(20):
+        states.store("", f"more{number}", 0, bytes(MIB))
+    assert states.open("", "free", 0) is None
+    for layer in (0, 1):
+        found = states.open("", "leased", layer)
+        assert found is not None
+        found.reading.close()
+    with pytest.raises(InvalidRequest):
+        states.export("", "leased", [1], 60_001)
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 1 << 40])

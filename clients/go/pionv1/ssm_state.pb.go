@@ -320,7 +320,7 @@ type SSMStateFetchRequest struct {
 	OffsetBytes uint64 `protobuf:"varint,3,opt,name=offset_bytes,json=offsetBytes,proto3" json:"offset_bytes,omitempty"`
 	// If above 0: refuse with GENERATION unless the first value still has it.
 	Generation uint64 `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
-	// Further layers, at most 999: their values follow in this order.
+	// Further layers, at most 999, none twice: their values follow in this order.
 	MoreLayers    []uint32 `protobuf:"varint,5,rep,packed,name=more_layers,json=moreLayers,proto3" json:"more_layers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -549,9 +549,12 @@ type SSMStateExportRequest struct {
 	Session string `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	// The layers or cache slots: 1 to 1,000, none twice.
 	Layers []uint32 `protobuf:"varint,2,rep,packed,name=layers,proto3" json:"layers,omitempty"`
+	// How long the files stay readable, whatever is replaced, dropped or evicted meanwhile: absent means
+	// 10,000, at most 60,000. They count until then. (An opened file stays readable for ever.)
+	LeaseMs *uint32 `protobuf:"varint,3,opt,name=lease_ms,json=leaseMs,proto3,oneof" json:"lease_ms,omitempty"`
 	// Whether only `directory` and `host_token` are wanted, to find out whether this client can read
-	// them: nothing is looked up.
-	Probe         bool `protobuf:"varint,3,opt,name=probe,proto3" json:"probe,omitempty"`
+	// them: nothing is looked up or leased.
+	Probe         bool `protobuf:"varint,4,opt,name=probe,proto3" json:"probe,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -600,6 +603,13 @@ func (x *SSMStateExportRequest) GetLayers() []uint32 {
 	return nil
 }
 
+func (x *SSMStateExportRequest) GetLeaseMs() uint32 {
+	if x != nil && x.LeaseMs != nil {
+		return *x.LeaseMs
+	}
+	return 0
+}
+
 func (x *SSMStateExportRequest) GetProbe() bool {
 	if x != nil {
 		return x.Probe
@@ -609,8 +619,6 @@ func (x *SSMStateExportRequest) GetProbe() bool {
 
 // The files of values. A client opens them only if `<directory>/host-token` is a regular file that
 // holds exactly `host_token`, the name stays inside the directory, and device, inode and size agree.
-// A value that is replaced, dropped or evicted takes its file along: one that cannot be opened any more
-// is streamed, and an opened one stays readable for ever.
 type SSMStateExportResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Absolute path of the data directory.
@@ -932,11 +940,13 @@ const file_pion_v1_ssm_state_proto_rawDesc = "" +
 	"\x15SSMStateFetchResponse\x126\n" +
 	"\x06header\x18\x01 \x01(\v2\x1c.pion.v1.SSMStateFetchHeaderH\x00R\x06header\x12*\n" +
 	"\x05bytes\x18\x02 \x01(\v2\x12.pion.v1.PartChunkH\x00R\x05bytesB\t\n" +
-	"\amessage\"_\n" +
+	"\amessage\"\x8c\x01\n" +
 	"\x15SSMStateExportRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x16\n" +
-	"\x06layers\x18\x02 \x03(\rR\x06layers\x12\x14\n" +
-	"\x05probe\x18\x03 \x01(\bR\x05probe\"\x95\x03\n" +
+	"\x06layers\x18\x02 \x03(\rR\x06layers\x12\x1e\n" +
+	"\blease_ms\x18\x03 \x01(\rH\x00R\aleaseMs\x88\x01\x01\x12\x14\n" +
+	"\x05probe\x18\x04 \x01(\bR\x05probeB\v\n" +
+	"\t_lease_ms\"\x95\x03\n" +
 	"\x16SSMStateExportResponse\x12\x1c\n" +
 	"\tdirectory\x18\x01 \x01(\tR\tdirectory\x12\x1d\n" +
 	"\n" +
@@ -1036,6 +1046,7 @@ func file_pion_v1_ssm_state_proto_init() {
 		(*SSMStateFetchResponse_Header)(nil),
 		(*SSMStateFetchResponse_Bytes)(nil),
 	}
+	file_pion_v1_ssm_state_proto_msgTypes[7].OneofWrappers = []any{}
 	file_pion_v1_ssm_state_proto_msgTypes[9].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{

@@ -22,7 +22,7 @@ from pion_client.answers import durability_value
 from pion_client.arrays import count, invalid, text
 from pion_client.calls import Calls
 from pion_client.errors import BadAnswer, DataCorrupt
-from pion_client.export import ExportedStates
+from pion_client.export import LEASE_MS, ExportedStates
 from pion_client.fetching import DamagedChunk, Progress
 from pion_client.lanes import Lane, Transport
 from pion_client.receiving import receive_whole
@@ -291,7 +291,7 @@ class States:
                 for layer, (header, data) in reception.values.items()
             }
 
-        request = pb.SSMStateExportRequest(session=session, layers=layers)
+        request = pb.SSMStateExportRequest(session=session, layers=layers, lease_ms=LEASE_MS)
         return self._lane.fetch(request, read, stream, route=route, deadline=deadline)
 
     def _from_files(

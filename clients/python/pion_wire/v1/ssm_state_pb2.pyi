@@ -168,7 +168,7 @@ class SSMStateFetchRequest(_message.Message):
     """If above 0: refuse with GENERATION unless the first value still has it."""
     @_builtins.property
     def more_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Further layers, at most 999: their values follow in this order."""
+        """Further layers, at most 999, none twice: their values follow in this order."""
 
     def __init__(
         self,
@@ -259,12 +259,17 @@ class SSMStateExportRequest(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The session. Required, unless `probe`."""
+    lease_ms: _builtins.int
+    """How long the files stay readable, whatever is replaced, dropped or evicted meanwhile: absent means
+    10,000, at most 60,000. They count until then. (An opened file stays readable for ever.)
+    """
     probe: _builtins.bool
     """Whether only `directory` and `host_token` are wanted, to find out whether this client can read
-    them: nothing is looked up.
+    them: nothing is looked up or leased.
     """
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -275,13 +280,16 @@ class SSMStateExportRequest(_message.Message):
         *,
         session: _builtins.str = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
+        lease_ms: _builtins.int | None = ...,
         probe: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "probe", b"probe", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "layers", b"layers", "lease_ms", b"lease_ms", "probe", b"probe", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
+    _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
 
 Global___SSMStateExportRequest: _TypeAlias = SSMStateExportRequest  # noqa: Y015
 
@@ -289,8 +297,6 @@ Global___SSMStateExportRequest: _TypeAlias = SSMStateExportRequest  # noqa: Y015
 class SSMStateExportResponse(_message.Message):
     """The files of values. A client opens them only if `<directory>/host-token` is a regular file that
     holds exactly `host_token`, the name stays inside the directory, and device, inode and size agree.
-    A value that is replaced, dropped or evicted takes its file along: one that cannot be opened any more
-    is streamed, and an opened one stays readable for ever.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
