@@ -1,8 +1,8 @@
-"""The configuration: one dataclass that is at once the table of flags, environment and defaults.
+"""The configuration: one dataclass that is also the table of flags, variables and defaults.
 
-Each field is a flag (`disk_budget` is `--disk-budget`) and an environment variable (`PION_DISK_BUDGET`;
-`variable_of` knows the exceptions). A flag wins over the environment, that over the default. A variable
-that is empty is one that is not set.
+Each setting is a flag (`disk_budget` is `--disk-budget`) and an environment variable
+(`PION_DISK_BUDGET`; `variable_of` knows the exceptions). A flag wins over the environment, which wins
+over the default. An empty variable counts as not set.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 AttendChoice = Literal["auto", "mlx", "numpy", "off"]
-"""What computes attention; auto is MLX on a Mac with Apple silicon and NumPy elsewhere, and off with
+"""What computes attention. auto is MLX on a Mac with Apple silicon and NumPy elsewhere, but off with
 several workers."""
 AttendDtype = Literal["f32", "f16"]
 
@@ -28,13 +28,13 @@ def parse_bytes(text: str) -> int:
     """Returns the bytes of a size such as `20GiB`, `512m` or `1000000`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a size.
     """
     number = text.strip().lower().removesuffix("b").removesuffix("i")
     unit = number[-1:] if number[-1:].isalpha() else ""
     digits = number.removesuffix(unit)
     if unit not in _UNITS or not digits.replace(".", "", 1).isdigit():
-        raise ValueError(f"{text!r} is no size: write 20GiB, 512MiB or a number of bytes")
+        raise ValueError(f"{text!r} is not a size: write 20GiB, 512MiB or a number of bytes")
     return int(float(digits) * _UNITS[unit])
 
 
@@ -42,16 +42,16 @@ def parse_count(text: str) -> int:
     """Returns a whole number.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a whole number.
     """
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no whole number: write one such as 64") from None
+        raise ValueError(f"{text!r} is not a whole number such as 64") from None
 
 
 SOCKET_PATH_BYTES_MAX = 103
-"""Of a Unix socket, so that it works on every system: macOS has 104 bytes, the 0 at the end included."""
+"""What works on every system: macOS has room for 104 bytes, including the 0 at the end."""
 
 
 class Address(NamedTuple):
@@ -76,7 +76,7 @@ def parse_address(text: str) -> Address:
     """Returns what `HOST:PORT`, `[IPv6]:PORT` or `unix:PATH` names.
 
     Raises:
-        ValueError: it is none of them, or the path is too long for a socket.
+        ValueError: it is not an address, or the path is too long for a socket.
     """
     if text.startswith("unix:"):
         return Address(path=_socket_path(text.removeprefix("unix:")))
@@ -86,7 +86,7 @@ def parse_address(text: str) -> Address:
         host = host[1:-1]
     is_name = bool(host) and not set(host) & set("[]:/ ")
     if not (_is_ipv6(host) if bracketed else is_name) or not (port.isascii() and port.isdigit()):
-        raise ValueError(f"{text!r} is no address: write HOST:PORT, [IPv6]:PORT or unix:PATH")
+        raise ValueError(f"{text!r} is not an address: write HOST:PORT, [IPv6]:PORT or unix:PATH")
     if len(port) > 5 or int(port) > 65_535:
         raise ValueError(f"{text!r}: a port is a number from 0 to 65535")
     return Address(host, int(port))
@@ -105,7 +105,7 @@ def _socket_path(path: str) -> str:
         raise ValueError("'unix:' names no path: write unix:PATH")
     if size > SOCKET_PATH_BYTES_MAX:
         raise ValueError(
-            f"{path} has {size} bytes, the path of a Unix socket at most {SOCKET_PATH_BYTES_MAX}"
+            f"{path} has {size} bytes: the path of a Unix socket has at most {SOCKET_PATH_BYTES_MAX}"
         )
     return path
 
@@ -145,7 +145,7 @@ def parse_path(text: str) -> Path:
 
 
 def default_data() -> Path:
-    """Returns where data lies unless told otherwise."""
+    """Returns the data directory that is used unless another is named."""
     if sys.platform == "darwin":
         base = "~/Library/Application Support"
     else:
@@ -157,7 +157,7 @@ def parse_pairs(text: str) -> tuple[str, ...]:
     """Returns `NAME=PASSWORD` pairs, separated by commas.
 
     Raises:
-        ValueError: one is none; it is not shown, for it may be a password.
+        ValueError: one is not such a pair. The message does not show it: it may be a password.
     """
     pairs = tuple(filter(None, text.split(",")))
     if not all("=" in pair for pair in pairs):
@@ -197,52 +197,50 @@ class Config:
     max_sessions: int = _setting(
         0,
         parse_count,
-        "sides that RESP clients may declare, the least used going first; 0: no limit",
+        "sides that RESP clients may declare; beyond that the least recently used goes; 0: no limit",
         "N",
     )
     ns_prefix: str = _setting(
-        "", str, "what the names of prefixes on the RESP wire begin with", "TEXT"
+        "", str, "what names of prefixes must begin with on the RESP wire", "TEXT"
     )
     no_wal: bool = _setting(
-        False, parse_bool, "say that a commit is no promise; everything is written all the same"
+        False, parse_bool, "tell RESP clients that commits promise nothing; writes are kept as ever"
     )
     disk_budget: int = _setting(
         20 << 30, parse_bytes, "bytes on disk; every file of the directory counts", "SIZE"
     )
     tenant_budget: int = _setting(0, parse_bytes, "bytes on disk per tenant; 0: no quota", "SIZE")
     resident_budget: int = _setting(
-        2 << 30, parse_bytes, "bytes that attend keeps resident", "SIZE"
+        2 << 30, parse_bytes, "bytes of K/V that attend keeps in memory", "SIZE"
     )
     attend: AttendChoice = _setting(
         "auto",
         str,
-        "attention on this server: auto (off with several workers), mlx, numpy or off",
+        "what computes attention here: mlx, numpy, off, or auto (off with several workers)",
         "BACKEND",
     )
     attend_dtype: AttendDtype = _setting(
-        "f32", str, "what attend keeps K and V as: f32 or f16", "TYPE"
+        "f32", str, "data type in which attend keeps K and V: f32 or f16", "TYPE"
     )
     fa_window: int = _setting(
         0,
         parse_count,
-        "rows at the end that attend queries see unless they say otherwise; 0: all",
+        "attend queries see this many rows at the end unless they ask for others; 0: all",
         "ROWS",
     )
     streams_max: int = _setting(
-        64, parse_count, "streams served at once, and as many of attend queries beside them", "N"
+        64, parse_count, "streams served at once, plus as many streams of attend queries", "N"
     )
     stall_ms: int = _setting(
         60_000,
         parse_count,
-        "a stream whose peer does nothing for so long is cut off; 0: never",
+        "a stream is cut off when its peer has done nothing for this long; 0: never",
         "MS",
     )
-    drain_ms: int = _setting(
-        1_000, parse_count, "time for proxies to notice that the server is going", "MS"
-    )
-    grace_ms: int = _setting(10_000, parse_count, "time for running calls to end at shutdown", "MS")
+    drain_ms: int = _setting(1_000, parse_count, "at shutdown, time for proxies to notice", "MS")
+    grace_ms: int = _setting(10_000, parse_count, "at shutdown, time for calls to end", "MS")
     no_export: bool = _setting(
-        False, parse_bool, "never answer Export; clients on this host stream, too"
+        False, parse_bool, "never answer Export: clients on this host receive streams, too"
     )
     insecure_bind: bool = _setting(
         False, parse_bool, "listen beyond this host without a password; anyone may read and write"
@@ -257,22 +255,22 @@ class Config:
     tls_cert: Path | None = _setting(
         None,
         parse_path,
-        "certificate of the gRPC address, PEM, read anew when it changes; none: no TLS "
-        "(PION_SERVER_TLS_CERT; so are the next two)",
+        "PEM certificate of the gRPC address, which then speaks TLS; reloaded when it changes "
+        "(PION_SERVER_TLS_CERT; the next two variables are named alike)",
         "FILE",
         variable="PION_SERVER_TLS_CERT",
     )
     tls_key: Path | None = _setting(
         None,
         parse_path,
-        "key of that certificate",
+        "PEM key of that certificate",
         "FILE",
         variable="PION_SERVER_TLS_KEY",
     )
     tls_client_ca: Path | None = _setting(
         None,
         parse_path,
-        "mutual TLS: clients must have a certificate of this CA",
+        "mutual TLS: clients must have a certificate that this CA has signed",
         "FILE",
         variable="PION_SERVER_TLS_CLIENT_CA",
     )
@@ -280,9 +278,12 @@ class Config:
     tenants: tuple[str, ...] = _setting(
         (),
         parse_pairs,
-        "a tenant and its password; as often as there are tenants (PION_TENANTS: with commas between)",
+        "a tenant and its password; may be repeated (PION_TENANTS takes several, separated by commas)",
         "NAME=PASSWORD",
     )
+
+    password_text: str = dataclasses.field(default="", repr=False)
+    """The password itself, for command lines with a flag for it. Not a setting: `serve` has none."""
 
     def __post_init__(self) -> None:
         for name, parse in (("listen", _listen), ("resp", _listen_or_not)):
@@ -295,13 +296,13 @@ class Config:
             if text.startswith("unix:") and directory != self.data and not directory.is_dir():
                 raise ValueError(f"--{name}: there is no directory {directory} to put a socket in")
         if self.disk_budget < 16 << 20:
-            raise ValueError("--disk-budget: below 16 MiB there is no room for the catalogue")
+            raise ValueError("--disk-budget: at least 16 MiB, for the catalogue")
         if not 1 <= self.streams_max <= 1_024:
             raise ValueError("--streams-max: 1 to 1024")
         for name, choices in (("attend", AttendChoice), ("attend_dtype", AttendDtype)):
             if getattr(self, name) not in get_args(choices):
                 flag, known = name.replace("_", "-"), ", ".join(get_args(choices))
-                raise ValueError(f"--{flag}: {getattr(self, name)!r} is none of {known}")
+                raise ValueError(f"--{flag}: {getattr(self, name)!r} is not one of {known}")
         if not 1 <= self.workers <= 64:
             raise ValueError("--workers: 1 to 64")
         if self.workers > 1 and self.attend not in ("auto", "off"):
@@ -309,11 +310,11 @@ class Config:
         if self.max_sessions == 1 or self.max_sessions < 0:
             raise ValueError("--max-sessions: 0, or at least 2: a prefix has two sides")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert and --tls-key: a certificate and its key go together")
+            raise ValueError("--tls-cert and --tls-key: give both, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("--tls-client-ca: needs a certificate of the server's, --tls-cert")
+            raise ValueError("--tls-client-ca: the server needs a certificate, too: --tls-cert")
         if self.tls_cert is not None and self.listen.startswith("unix:"):
-            raise ValueError("--tls-cert: a Unix socket needs no TLS: listen on HOST:PORT")
+            raise ValueError("--tls-cert: a Unix socket has no TLS: listen on HOST:PORT")
         if self.fa_window < 0:
             raise ValueError("--fa-window: 0 or more")
         for name in ("stall_ms", "drain_ms", "grace_ms"):
@@ -322,7 +323,7 @@ class Config:
 
     @property
     def exports(self) -> bool:
-        """Whether clients on this host may be told of files: not where tenants share it."""
+        """Whether clients on this host may learn the names of files: not if tenants share the server."""
         return not (self.no_export or self.tenants)
 
     @property
@@ -331,10 +332,10 @@ class Config:
         return self.tls_client_ca is not None
 
     def access(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Returns the passwords by tenant, the administrator's under an empty name; none: no password.
+        """Returns the passwords by tenant, the administrator's under an empty name; none: all may call.
 
         Raises:
-            ValueError: as `password` does, or tenants that nobody administers, or unusable ones.
+            ValueError: as `password` does, or there are tenants without an administrator, or one twice.
         """
         password = self.password(environment)
         if not password and not self.tenants:
@@ -348,32 +349,38 @@ class Config:
         for pair in self.tenants:
             name, _, secret = pair.partition("=")
             if name in passwords:
-                raise ValueError(f"--tenant: {name!r} twice")
+                raise ValueError(f"--tenant: {name!r} is there twice")
             passwords[name] = secret
         return passwords
 
     def password(self, environment: Mapping[str, str] = os.environ) -> str:
-        """Returns the password from its file, or from PION_PASSWORD; empty means none is needed.
+        """Returns the password as given, from its file, or from PION_PASSWORD; empty: none is needed.
 
         Raises:
             ValueError: the file cannot be read, or is empty.
         """
+        if self.password_text:
+            return self.password_text
         if self.password_file is None:
             return environment.get("PION_PASSWORD", "")
         try:
             password = self.password_file.read_text().rstrip()
         except OSError as error:
-            raise ValueError(f"--password-file: {error}") from error
+            raise ValueError(f"the password file cannot be read: {error}") from error
         if not password:
-            raise ValueError(f"--password-file: {self.password_file} is empty")
+            raise ValueError(f"the password file {self.password_file} is empty")
         return password
+
+
+SETTINGS = tuple(field for field in dataclasses.fields(Config) if field.metadata)
+"""The fields that are flags and environment variables."""
 
 
 def variable_of(field: "dataclasses.Field[Any]") -> str:
     """Returns the environment variable of a setting.
 
-    It is `PION_` and its name. But certificates of a server are not those of the clients beside it:
-    PION_TLS_CERT is a client's.
+    It is `PION_` and its name, except for a server's certificates: PION_TLS_CERT is that of a client,
+    which may run in the same environment.
     """
     return field.metadata["variable"] or f"PION_{field.name.upper()}"
 
@@ -385,7 +392,7 @@ def environment_settings(environment: Mapping[str, str] = os.environ) -> dict[st
         ValueError: one cannot be read; names it.
     """
     settings = {}
-    for field in dataclasses.fields(Config):
+    for field in SETTINGS:
         name = variable_of(field)
         if environment.get(name):
             try:

@@ -5,16 +5,23 @@ Knows no command, only where it is. The one decision: a command is imported when
 """
 
 import argparse
-import dataclasses
 import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from dataclasses import MISSING
 from typing import Any
 
 from pion_grpc.cli.bench import add_bench
 from pion_grpc.cli.mesh import add_mesh
-from pion_grpc.config import Config, default_data, environment_settings, parse_path
+from pion_grpc.config import (
+    SETTINGS,
+    Config,
+    default_data,
+    environment_settings,
+    parse_bytes,
+    parse_path,
+)
 from pion_grpc.errors import CannotStart
 
 Commands = Any  # argparse's subparsers action, which has no public name
@@ -23,11 +30,11 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def add_serve(commands: Commands) -> None:
-    """`pion-grpc serve`: every field of the configuration is a flag."""
+    """`pion-grpc serve`: every setting of the configuration is a flag."""
     parser = commands.add_parser(
         "serve", help="run a server", description="Runs a server.", allow_abbrev=False
     )
-    for field in dataclasses.fields(Config):
+    for field in SETTINGS:
         flag, text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
         if field.name == "tenants":
             parser.add_argument(
@@ -42,10 +49,12 @@ def add_serve(commands: Commands) -> None:
         if field.default is False:
             parser.add_argument(flag, action="store_true", default=None, help=text)
             continue
-        default = field.default
-        if default is dataclasses.MISSING and callable(field.default_factory):
+        default: Any = field.default
+        if default is MISSING and callable(field.default_factory):
             default = field.default_factory()
         shown = f" (default {default})" if default not in (None, 0, "") else ""
+        if field.metadata["parse"] is parse_bytes and default:
+            shown = f" (default {default >> 30}GiB)"
         parser.add_argument(
             flag,
             type=_named(field.metadata["parse"], field.metadata["metavar"]),
@@ -63,7 +72,7 @@ def config_from(options: argparse.Namespace) -> Config:
     """
     given = {
         field.name: getattr(options, field.name)
-        for field in dataclasses.fields(Config)
+        for field in SETTINGS
         if getattr(options, field.name, None) is not None
     }
     if "tenants" in given:

@@ -13,6 +13,7 @@ import pytest
 
 from pion_grpc.backends import Dense
 from pion_grpc.backends.reference import attend as reference
+from pion_grpc.cli.pion_server import config_of, parser
 from pion_wire.v1 import prefix_store_pb2 as pb
 from tests.resp.wire import Refused, Wire, fields
 from tests.server.test_attend import normal, pair
@@ -136,9 +137,9 @@ def test_nothing_acknowledged_is_lost_in_a_crash_and_the_log_says_so(
         (["-w", "2", "--independent-workers", "--metal-attention-fp16"], "one owner"),
         (["-w", "2", "--independent-workers", "--cuda-attention"], "one owner"),
         (["--metal-attention", "--fa-window", "-1"], "--fa-window"),
-        (["--maxmemory", "x"], "--maxmemory: 'x' is no size"),
-        (["--maxmemory", "101%"], "--maxmemory: '101%' is no size"),
-        (["--maxmemory", "nan%"], "--maxmemory: 'nan%' is no size"),
+        (["--maxmemory", "x"], "--maxmemory: 'x' is not a size"),
+        (["--maxmemory", "101%"], "--maxmemory: '101%' is not a size"),
+        (["--maxmemory", "nan%"], "--maxmemory: 'nan%' is not a size"),
     ],
 )
 def test_what_it_does_not_understand_keeps_it_from_starting(
@@ -161,7 +162,7 @@ def test_a_busy_port_is_named(start: Callable[..., PionServer], short_tmp: Path)
     assert str(server.port) in done.stderr
 
 
-@pytest.mark.parametrize("how", ["flag", "file", "environment"])
+@pytest.mark.parametrize("how", ["flag", "file", "environment", "workers"])
 def test_a_password_is_asked_for_however_it_was_given(
     start: Callable[..., PionServer], short_tmp: Path, how: str
 ) -> None:
@@ -171,11 +172,29 @@ def test_a_password_is_asked_for_however_it_was_given(
     elif how == "file":
         (short_tmp / "secret").write_text("secret \n")
         server = start("--requirepass-file", str(short_tmp / "secret"), *bind)
+    elif how == "workers":
+        server = start("--requirepass", "secret", *bind, "-w", "2", "--independent-workers")
     else:
         server = start(*bind, PION_REQUIREPASS="secret")
     assert server.wire("PING").text.startswith("NOAUTH")
     assert server.wire("AUTH", "secret") == "OK"
     assert "secret" not in server.log.read_text()
+
+
+def test_the_environment_is_not_preferred_to_the_command_line_nor_forgotten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PION_PASSWORD", "another")
+    monkeypatch.setenv("PION_PASSWORD_FILE", "/nonexistent")
+    monkeypatch.setenv("PION_TENANTS", "blue=azure")
+    (tmp_path / "pion-data").mkdir()
+    for flags in (["--requirepass", "secret"], ["--requirepass-file", "file"]):
+        (tmp_path / "file").write_text("secret\n")
+        config = config_of(parser().parse_args(flags))
+        assert config.access() == {"": "secret", "blue": "azure"}
+        assert "secret" not in repr(config)
+    assert os.environ["PION_PASSWORD"] == "another"
 
 
 def test_a_commit_without_a_log_promises_nothing(start: Callable[..., PionServer]) -> None:

@@ -161,9 +161,9 @@ def test_secrets_are_not_logged(start_server) -> None:
 def test_an_empty_or_missing_password_file_is_no_password(start_server, short_tmp) -> None:
     empty = short_tmp / "empty"
     empty.write_text("\n")
-    assert "--password-file" in cannot_start(start_server, "--password-file", str(empty))
+    assert "password file" in cannot_start(start_server, "--password-file", str(empty))
     missing = str(short_tmp / "missing")
-    assert "--password-file" in cannot_start(start_server, "--password-file", missing)
+    assert "password file" in cannot_start(start_server, "--password-file", missing)
 
 
 def test_files_and_sockets_are_the_owners_alone(start_server) -> None:

@@ -1,7 +1,6 @@
 """Starting with what was said and nothing else, and stopping without cutting anybody off."""
 
 import ctypes
-import dataclasses
 import os
 import re
 import signal
@@ -17,7 +16,13 @@ from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2
 
 from pion_grpc.cli.main import main
-from pion_grpc.config import Config, environment_settings, parse_address
+from pion_grpc.config import (
+    SETTINGS,
+    Config,
+    environment_settings,
+    parse_address,
+    variable_of,
+)
 from pion_grpc.server import CHANNEL_OPTIONS
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from pion_wire.v1 import prefix_store_pb2 as pb
@@ -115,9 +120,9 @@ def test_a_server_says_which_address_it_does_not_understand(start_server, short_
 
 
 def test_what_is_empty_is_not_set() -> None:
-    empty = {f"PION_{field.name.upper()}": "" for field in dataclasses.fields(Config)}
+    empty = {variable_of(field): "" for field in SETTINGS}
     assert environment_settings(empty) == {}
-    with pytest.raises(ValueError, match="PION_STREAMS_MAX: 'abc' is no whole number"):
+    with pytest.raises(ValueError, match="PION_STREAMS_MAX: 'abc' is not a whole number"):
         environment_settings({"PION_STREAMS_MAX": "abc"})
 
 

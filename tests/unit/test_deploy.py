@@ -1,7 +1,6 @@
 """Service definitions: what an init system would refuse, or do wrong, is found here."""
 
 import configparser
-import dataclasses
 import os
 import plistlib
 import re
@@ -16,7 +15,7 @@ import yaml
 
 from pion_grpc.cli.mesh import services
 from pion_grpc.cli.mesh.nodes import parse_mesh
-from pion_grpc.config import Config, environment_settings, variable_of
+from pion_grpc.config import SETTINGS, Config, environment_settings, variable_of
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PLISTS = sorted((DEPLOY / "launchd").rglob("*.plist"))
@@ -178,7 +177,7 @@ def test_a_pod_starts_with_settings_that_the_server_knows() -> None:
     pod = stateful["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     environment = {one["name"]: one["value"] for one in container["env"]}
-    names = set(map(variable_of, dataclasses.fields(Config)))
+    names = set(map(variable_of, SETTINGS))
     probe = {"PION_ADDRESS", "PION_TLS_CA", "PION_TLS_CERT", "PION_TLS_KEY"}
     assert set(environment) - names == probe
     config = Config(**environment_settings(environment | _image_environment()))

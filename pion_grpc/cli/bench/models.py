@@ -11,7 +11,6 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 Way = Literal["cold", "file", "export", "stream"]
@@ -78,12 +77,7 @@ class ModelProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
 

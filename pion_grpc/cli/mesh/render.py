@@ -54,7 +54,7 @@ def certs(options: argparse.Namespace) -> int:
         from pion_grpc.cli.mesh import certificates
     except ImportError as error:
         raise CommandFailed(
-            "making certificates needs the extra `mesh`: pip install 'pion-grpc[mesh]'",
+            "making certificates needs the extra `mesh`: pip install cryptography",
             reason="NOT_INSTALLED",
         ) from error
     mesh, out = _mesh(options), options.out
