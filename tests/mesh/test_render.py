@@ -7,6 +7,7 @@ import plistlib
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pion_client.ring import POINTS_PER_NODE
 from pion_grpc.cli.arguments import config_from
 from pion_grpc.cli.main import main
 from pion_grpc.cli.mesh import envoy, services
-from pion_grpc.cli.mesh.nodes import BadMesh, Mesh, parse_mesh, read_mesh
+from pion_grpc.cli.mesh.nodes import _WORDS, BadMesh, Mesh, parse_mesh, read_mesh
 from pion_grpc.config import Config
 from pion_grpc.server import SERVICES
 
@@ -211,6 +212,17 @@ def test_envoy_accepts_every_nodes_configuration(mesh: Mesh, tmp_path: Path, cap
 
 
 # The guide
+
+
+def test_the_example_explains_every_word_and_says_what_they_are_otherwise(mesh: Mesh) -> None:
+    text = EXAMPLE.read_text()
+    said = dict(re.findall(r"^# (\w+) = (\S+)", text, re.M))
+    assert said.keys() | {"name", "address", "peer_address", "system", "serve"} == _WORDS
+    others = "".join(f"{word} = {value}\n" for word, value in said.items())
+    (node,) = parse_mesh(tomllib.loads(ONE + others)).nodes
+    assert node == parse_mesh(tomllib.loads(ONE)).nodes[0]
+    for word in _WORDS:
+        assert re.search(rf"^(# )?{word} = \S", text, re.M), word
 
 
 def test_the_guides_table_is_computed_right() -> None:
