@@ -50,6 +50,10 @@ INT64_MIN = -(2**63)
 INT64_MAX = 2**63 - 1
 NOT_AN_INTEGER = "ERR value is not an integer or out of range"
 
+_OF_HTTP = frozenset({b"POST", b"HOST:"})
+"""One of them begins a line before the body of every HTTP request: a page in somebody's browser, which
+may send a body anywhere, gets no command executed by a server that listens on that host alone."""
+
 _STAR = ord("*")
 _DOLLAR = ord("$")
 _NO_BULK = -1
@@ -208,6 +212,8 @@ class RequestParser:
                 if line is None:
                     return None
                 if words := split_inline(line):
+                    if bytes(words[0]).upper() in _OF_HTTP:
+                        raise ProtocolError("HTTP is not spoken here")
                     return words
             elif not self._begin_array():
                 return None

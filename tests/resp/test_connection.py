@@ -245,6 +245,19 @@ def test_replies_can_be_switched_off(wire: Wire) -> None:
     assert wire("GET", "silent") == b"2"
 
 
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "OPTIONS"])
+def test_a_page_in_a_browser_gets_nothing_executed(resp: Resp, wire: Wire, method: str) -> None:
+    page = resp.connect()
+    request = f"{method} /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\n"
+    page.socket.sendall(
+        request.encode() + b"SET by-a-page 1\r\n" + encoded("SET", "by-a-page", "1")
+    )
+    with contextlib.suppress(ConnectionResetError):  # what it sent was not read to its end
+        while page.file.read(1):
+            pass
+    assert wire("EXISTS", "by-a-page") == 0
+
+
 def test_setting_what_cannot_be_set_is_never_acknowledged(wire: Wire) -> None:
     known = wire("CONFIG", "GET", "*")
     assert wire("CONFIG", "SET", *known) == "OK", "nothing changes by it"

@@ -286,6 +286,8 @@ ERRORS: list[tuple[bytes, str]] = [
     (b"x" * ((64 << 10) + 1), "too big inline request"),
     (b"x" * ((64 << 10) + 1) + b"\r\n", "too big inline request"),
     (b'SET k "v\r\n', "unbalanced quotes in request"),
+    (b"POST / HTTP/1.1\r\n", "HTTP is not spoken here"),
+    (b"Host: localhost\r\n", "HTTP is not spoken here"),
 ]
 
 
