@@ -205,7 +205,10 @@ def main() -> int:
     config, worker = _told_by(sys.stdin.buffer)
 
     def end_with_the_parent() -> None:
-        sys.stdin.buffer.read()
+        # Without the buffer: this thread would hold its lock when the interpreter wants to close it,
+        # and of a worker that cannot start the last word would be a fatal error of Python's.
+        while os.read(0, 1):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_the_parent, name="parent", daemon=True).start()

@@ -324,18 +324,27 @@ class Attend:
         """
         return self._answer(self._resident(key, warm=warm), ask, wanted)
 
-    def compute(self, shape: Shape, k: memoryview, v: memoryview, ask: Ask) -> Answer:
+    def compute(
+        self,
+        shape: Shape,
+        k: memoryview,
+        v: memoryview,
+        ask: Ask,
+        *,
+        wanted: Callable[[], bool] = always,
+    ) -> Answer:
         """Answers a query over K and V that come with it; nothing becomes resident.
 
         Raises:
             InvalidRequest: sizes contradict each other, or a value does not fit the residency's type.
+            Stalled: nobody waits any more.
         """
         if min(shape) < 1 or len(k) != 4 * shape.values or len(v) != 4 * shape.values:
             raise InvalidRequest(
                 "k",
                 f"K and V of {len(k)} and {len(v)} bytes are not {tuple(shape)} f32 values each",
             )
-        return self._answer(self._load(_f32(k, shape), _f32(v, shape)), ask)
+        return self._answer(self._load(_f32(k, shape), _f32(v, shape)), ask, wanted)
 
     def telemetry(self) -> Telemetry:
         """Returns the counts."""

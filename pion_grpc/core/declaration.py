@@ -53,16 +53,15 @@ class Declaration:
 
     def to_json(self) -> str:
         """Returns the text that the catalogue keeps."""
-        bare = [True] if self.bare else []
-        return json.dumps([self.default, self.layers, *bare], separators=(",", ":"))
+        return json.dumps([self.default, self.layers, self.bare], separators=(",", ":"))
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def from_json(text: str) -> "Declaration":
         """Returns the declaration that `to_json` wrote."""
-        default, layers, *bare = json.loads(text)
+        default, layers, bare = json.loads(text)
         return Declaration(
             LayerSpec(*default) if default else None,
             tuple(LayerSpec(*layer) for layer in layers),
-            bare=bool(bare),
+            bare,
         )

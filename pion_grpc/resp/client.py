@@ -1,6 +1,7 @@
 """What the server remembers of each connected client, and of all of them together.
 
-Knows no sockets and no commands. Everything here is touched on the event loop only.
+Knows no sockets and no commands. Everything here is touched on the event loop only, but for `gone`,
+which others may look at.
 """
 
 import itertools
@@ -53,6 +54,8 @@ class Client:
     skip_replies: int = 0
     ending: bool = False
     """Whether it has said QUIT: nothing after that is executed."""
+    gone: bool = False
+    """Whether its connection is lost: nobody waits for an answer any more."""
     since: float = field(default_factory=time.monotonic)
     last_command: str = ""
     last_at: float = field(default_factory=time.monotonic)

@@ -182,6 +182,10 @@ class Call:
     held_bytes: int = 0
     """Of values that the reply has in memory so far."""
 
+    def wanted(self) -> bool:
+        """Says whether anybody waits for the answer."""
+        return not self.client.gone
+
     @property
     def tenant(self) -> str:
         """Whose prefixes and keys these are."""

@@ -140,7 +140,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Gives everything back."""
-        self._lost = True
+        self._lost = self.client.gone = True
         self._engine.connections.discard(self)
         self._dispatcher.services.clients.remove(self.client)
         self._waiting.clear()

@@ -25,7 +25,7 @@ CREATE INDEX side_use ON side (last_use);
 """
 
 
-_K_OF_PREFIX = "side = 'k' AND json_extract(declared, '$[2]') IS NULL"
+_K_OF_PREFIX = "side = 'k' AND NOT json_extract(declared, '$[2]')"
 
 
 class SideRow(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pion_grpc.backends import create
+from pion_grpc.backends import Backend, create
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
@@ -29,6 +29,7 @@ class Resp:
         budget_bytes: int = 1 << 30,
         resident_bytes: int = 0,
         window: int = 0,
+        backend: Backend | None = None,
         **settings: Any,
     ) -> None:
         self.store = PrefixStore(DataDirectory(directory), budget_bytes=budget_bytes)
@@ -37,7 +38,8 @@ class Resp:
             states = RecurrentStates(self.store)
             self.attend = None
             if resident_bytes:
-                self.attend = Attend(create("numpy"), self.store, resident_bytes, window=window)
+                backend = backend or create("numpy")
+                self.attend = Attend(backend, self.store, resident_bytes, window=window)
             self.server = RespServer(
                 self.store, states, access or Access({}), RespSettings(**settings), self.attend
             )

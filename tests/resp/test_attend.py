@@ -13,7 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pion_grpc.backends import Dense, Fused, Query, Sparse, SparseAuto, SparseAutoFused, always
+from pion_grpc.backends import (
+    Answer,
+    Dense,
+    Fused,
+    Query,
+    Resident,
+    Sparse,
+    SparseAuto,
+    SparseAutoFused,
+    always,
+)
+from pion_grpc.backends.fast import FastBackend
 from pion_grpc.backends.reference import attend as reference
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Key, Shape
@@ -701,6 +712,46 @@ def test_who_leaves_before_the_answer_takes_nobody_along(resp: Resp, wire: Wire)
         leaving.close()
         lane.close()
     assert len(wire("ATTEND.PREFIX.QUERY", "leave", 0, 8, 64, 1, q)) == len(q) + 4 * 8 * 64
+
+
+class Gate(FastBackend):
+    """Lets the first query wait, and counts those that are computed to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        self.computed = 0
+
+    def attend(
+        self, resident: Resident, query: Query, wanted: Callable[[], bool] = always
+    ) -> Answer:
+        self.begun.set()
+        assert self.may_go_on.wait(60)
+        answer = super().attend(resident, query, wanted)
+        self.computed += 1
+        return answer
+
+
+def test_nothing_is_computed_for_a_caller_who_has_gone(start_resp: Callable[..., Resp]) -> None:
+    gate = Gate()
+    resp = start_resp(backend=gate, resident_bytes=ROOM, listen="127.0.0.1:0")
+    staying, leaving = resp.connect(), resp.connect()
+    rows = pair("gone", 2, 100, 16)
+    put(staying, "gone", rows)
+    q = normal("gone", 2, 1, 16)
+    dense = ("ATTEND.PREFIX.QUERY", "gone", 0, 2, 16, 1, q.tobytes())
+    for _ in range(8):
+        leaving.send(*dense)
+    leaving.send("ATTEND.QUERYBATCH", 2, 100, 16, 1, q.tobytes(), *(r.tobytes() for r in rows))
+    assert gate.begun.wait(60)
+    leaving.break_off()
+    while fields(staying("INFO", "clients"))["connected_clients"] != "1":
+        pass
+    gate.may_go_on.set()
+    got = floats(staying(*dense), 2, 1, 16)
+    np.testing.assert_allclose(got, reference(*rows, Dense(q=q)).out, rtol=0, atol=1e-5)
+    resp.stop()
+    assert gate.computed == 1
 
 
 def test_clients_of_one_entry_do_not_get_each_others_answers(resp: Resp, wire: Wire) -> None:

@@ -16,7 +16,7 @@ from pion_grpc.errors import CannotStart, OverBudget
 from pion_grpc.storage.snapshot import MARK, is_snapshot, restore_snapshot
 from tests.conftest import ServerProcess
 from tests.resp.conftest import Resp
-from tests.resp.wire import Refused, Wire
+from tests.resp.wire import Refused, Wire, fields
 
 REFUSED = Refused(
     "ERR KV.PREFIX.SAVE: path must be relative to the data directory, and none of its own files"
@@ -131,6 +131,15 @@ def test_no_path_leads_out_of_the_directory_or_onto_its_files(
     assert wire("KV.PREFIX.SAVE", path) == REFUSED
     assert contents(wire) == expected
     assert not Path("/tmp/x").exists()
+
+
+def test_a_word_too_many_saves_nothing(start_resp: Callable[..., Resp]) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    wire("KV.PREFIX.REGISTER", "ns", 8, "fp16")
+    assert wire("KV.PREFIX.SAVE", "one", "two") == Refused("ERR syntax error")
+    assert not (resp.store.directory.path / "one").exists()
+    assert fields(wire("KV.PREFIX.INFO"))["wal_appended"] == "2", "nothing has been saved"
 
 
 def test_nothing_but_an_older_snapshot_is_replaced(start_resp: Callable[..., Resp]) -> None:

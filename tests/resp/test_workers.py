@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -268,6 +269,21 @@ def test_the_receipt_is_each_workers_own_and_summed(
     assert told["server_prefill_seconds_avoided"] == "4.500"
     one.close()
     other.close()
+
+
+def test_a_worker_that_cannot_start_says_why_and_nothing_else(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RuntimeError) as failed:
+            start_server("--workers", "2", listen=address)
+    said = str(failed.value)
+    assert f"worker 0: cannot listen on {address}" in said
+    assert "Fatal Python error" not in said
+    assert "Traceback" not in said
 
 
 def test_one_compute_device_does_not_get_two_owners(

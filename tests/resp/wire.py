@@ -1,6 +1,7 @@
 """A client that believes nothing: it reads every reply by its first byte, and to its last."""
 
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -81,6 +82,11 @@ class Wire:
     def is_closed(self) -> bool:
         """Whether the server has closed the connection, and sent nothing more."""
         return self.file.read(1) == b""
+
+    def break_off(self) -> None:
+        """Ends the connection as a client does that dies with replies it has not read."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
 
     def close(self) -> None:
         self.file.close()

@@ -64,7 +64,7 @@ def query(call: Call, attend: Attend) -> Answer:
     heads, dim, _ = (_positive(call, index, "H/D/top_k") for index in (2, 3, 4))
     q = _queries(call, 5, heads, dim)
     ask = Ask(heads, dim, q, kv_heads=heads, window=_window(call, 6))
-    return _with_trailer(*attend.ask(_key(call), ask))
+    return _with_trailer(*attend.ask(_key(call), ask, wanted=call.wanted))
 
 
 def query_fused(call: Call, attend: Attend) -> Answer:
@@ -80,7 +80,7 @@ def query_fused(call: Call, attend: Attend) -> Answer:
         window=_window(call, 10),
         suffix=_suffix(call, 4, 7, kv_heads * dim),
     )
-    return attend.ask(_key(call), ask).out.data
+    return attend.ask(_key(call), ask, wanted=call.wanted).out.data
 
 
 def query_sparse(call: Call, attend: Attend) -> Answer:
@@ -92,7 +92,7 @@ def query_sparse(call: Call, attend: Attend) -> Answer:
     _require(len(counts) == 4 * heads, "counts blob size must be H*4")
     chosen = IndexBytes(width, indices, counts)
     ask = Ask(heads, dim, q, 1, kv_heads=heads, window=_window(call, 8), indices=chosen)
-    return attend.ask(_key(call), ask).out.data
+    return attend.ask(_key(call), ask, wanted=call.wanted).out.data
 
 
 def query_sparse_auto(call: Call, attend: Attend) -> Answer:
@@ -111,7 +111,7 @@ def query_batch(call: Call, attend: Attend) -> Answer:
     heads, rows, dim, _ = (_positive(call, index, "H/N/D/top_k") for index in range(4))
     shape = Shape(heads, rows, dim)
     ask = Ask(heads, dim, _queries(call, 4, heads, dim))
-    return _with_trailer(*attend.compute(shape, *_stored(call, 5, shape), ask))
+    return _with_trailer(*attend.compute(shape, *_stored(call, 5, shape), ask, wanted=call.wanted))
 
 
 def _sparse_auto(call: Call, attend: Attend, suffix: SuffixBytes | None) -> Answer:
@@ -133,7 +133,7 @@ def _sparse_auto(call: Call, attend: Attend, suffix: SuffixBytes | None) -> Answ
         suffix=suffix,
         choice=BlockChoice(block_rows, blocks, "quest" if quest else "mean"),
     )
-    return attend.ask(_key(call), ask).out.data
+    return attend.ask(_key(call), ask, wanted=call.wanted).out.data
 
 
 def _with_trailer(out: F32, lse: F32 | None) -> bytes | memoryview:

@@ -7,7 +7,7 @@ from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.sessions import Unsettled
 from pion_grpc.core.values import BlockTable
 from pion_grpc.errors import InvalidRequest, NotStored, PionError
-from pion_grpc.resp.command import Answer, Call, Command, Elsewhere, Where, is_text
+from pion_grpc.resp.command import Answer, Call, Command, Elsewhere, Where, is_text, syntax_error
 from pion_grpc.resp.commands.formats import parse_specs, stored_as
 from pion_grpc.resp.reply import OK, ReplyError, Simple
 from pion_wire.layout import Side
@@ -149,6 +149,8 @@ def info(call: Call) -> Answer:
 
 def save(call: Call) -> Answer:
     """`KV.PREFIX.SAVE [path]`: seals what is live, on stable storage; with a path copies it, too."""
+    if call.count > 1:
+        raise syntax_error()
     path = call.text(0) if call.count else ""
     try:
         anything = call.services.sessions.save()
