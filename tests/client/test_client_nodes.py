@@ -1,21 +1,24 @@
 """A client of several nodes, of which some are not there: it waits for none of them for long."""
 
+import dataclasses
 import os
 import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from grpc._cython import cygrpc
 
 from pion_client import Client
-from pion_client.connection import CHANNEL_OPTIONS, RING_OPTIONS
+from pion_client.connection import CHANNEL_OPTIONS, RING_OPTIONS, Connection
 from pion_client.errors import ClientClosed, Unavailable
+from pion_client.nodes import ROUTE, Health, direct
 from pion_client.ring import Ring
+from pion_client.together import descriptions
 from pion_wire.blocks import pack_token_ids, route_key
 from tests.client.links import assert_same, random_layers
 from tests.client.test_client_fork import PROGRAM
@@ -23,6 +26,7 @@ from tests.conftest import ServerProcess
 
 LAYERS = random_layers(17, 64)
 MODEL = "m"
+LOOPBACK = "127.0.0.1:0"
 
 
 @pytest.fixture
@@ -75,6 +79,73 @@ def test_a_node_that_is_not_there_is_not_waited_for(live: ServerProcess, gone: s
 def test_nodes_that_are_all_gone_are_an_error(gone: str) -> None:
     with Client([gone, "127.0.0.1:1"], export=False) as client, pytest.raises(Unavailable):
         client.match(model=MODEL, token_ids=range(64))
+
+
+def test_what_is_asked_about_all_nodes_is_not_answered_by_one(
+    start_server: Callable[..., ServerProcess], short_tmp: Path
+) -> None:
+    flags = [("--attend", "off"), ("--attend", "numpy", "--no-export")]
+    servers = [
+        start_server(*own, "--disk-budget", "1GiB", directory=short_tmp / own[1], listen=LOOPBACK)
+        for own in flags
+    ]
+    nodes = [server.address for server in servers]
+    prompts = [ids for node in nodes for ids in ids_of(nodes, node)[:5]]
+    with Client(nodes, export=False) as client:
+        for number, ids in enumerate(prompts):
+            client.store(f"n/{number}", layers=LAYERS, token_ids=ids, model=MODEL)
+            assert client.match(model=MODEL, token_ids=ids, lease_ms=0).hit
+            client.fetch(f"n/{number}")
+        server = client.describe()
+        assert (server.prefix_count, server.row_count) == (10, 640)
+        assert server.disk_budget_bytes == 2 << 30
+        assert (server.attend_backend, server.export_enabled) == ("", False), "not all of them can"
+        client.sync()
+        for expected in (client.stats(), client.reset_stats()):
+            assert (expected.hits, expected.tokens_served) == (10, 640)
+        assert client.stats().hits == 0
+    for node in nodes:
+        with Client(node) as client:
+            assert client.describe().prefix_count == 5
+            assert client.stats().hits == 0, "it has not been reset"
+
+
+def test_nobody_answers_for_a_node_that_is_away(live: ServerProcess) -> None:
+    with Client([live.address, "127.0.0.1:1"], timeout_s=0.5) as client:
+        for _ in range(2):  # also when it is known to be away
+            for ask in (client.describe, client.stats, client.reset_stats, client.sync):
+                with pytest.raises(Unavailable):
+                    ask()
+
+
+def test_what_differs_between_nodes_is_not_hidden(live: ServerProcess) -> None:
+    with Client(live.address) as client:
+        one = client.describe()
+    lesser = {name: value - 1 for name, value in one.limits.items()}
+    other = dataclasses.replace(
+        one,
+        version="other",
+        codecs=one.codecs[1:],
+        limits=lesser,
+        attend_backend="mlx",
+        tenant_budget_bytes=5,
+    )
+    both = descriptions([dataclasses.replace(one, attend_backend="numpy"), other, other])
+    assert both.version == f"{one.version}, other"
+    assert (both.codecs, both.limits) == (one.codecs[1:], lesser)
+    assert both.attend_backend == "numpy, mlx"
+    assert both.tenant_budget_bytes == 0, "one has no quota"
+    assert descriptions([other, other]).tenant_budget_bytes == 10
+    assert descriptions([one]) == one
+
+
+def test_no_name_is_taken_for_a_node() -> None:
+    node = Health(["a:1", "b:2"]).node
+    assert node(dict(Connection("a:1").metadata(direct("b:2")))[ROUTE]) == "b:2"
+    ring = Ring(["a:1", "b:2"])
+    for name in ("b:2", "%00b:2", "%2500b:2"):
+        route = dict(Connection("a:1").metadata(name))[ROUTE]
+        assert node(route) == ring.node(route)
 
 
 def test_a_closed_client_calls_no_node(live: ServerProcess) -> None:

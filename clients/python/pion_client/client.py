@@ -18,7 +18,7 @@ from typing import Self
 
 import numpy as np
 
-from pion_client import answers
+from pion_client import answers, together
 from pion_client.arrays import U64_MAX, count, invalid, mlx_core, text
 from pion_client.attend import Attending, AttendMixin
 from pion_client.calls import Calls
@@ -70,7 +70,8 @@ class Client(AttendMixin):
     Args:
         address: `host:port` or `unix:/path`. Several, or with commas between, are the nodes of a mesh:
             each call goes to the one that a proxy would send it to. What is about all names or several,
-            or one that this client has not met, goes to all of them; `stats` and `describe` to one.
+            or one that this client has not met, goes to all of them. So do `stats`, `describe` and
+            `sync`, which fail if one is away: no other can answer for it.
         export: read the server's files where it runs on this host; False always streams.
         verify: check every page of those files against its checksum first.
         tenant, password: who asks; by default PION_TENANT and PION_PASSWORD of the environment.
@@ -142,6 +143,7 @@ class Client(AttendMixin):
         codecs: Codecs = "raw",
         parent: str | None = None,
         base: int = 0,
+        parent_generation: int = 0,
         replace: bool = False,
         durability: DurabilityName = "process",
         prefill_ms: float = 0,
@@ -165,6 +167,7 @@ class Client(AttendMixin):
                 rows from `base` on.
             base: how many; if it is all of them there are no rows to send, only parts. In a mesh at
                 least 64: what has fewer in common may be on another node than its parent.
+            parent_generation: only if the parent still has the rows of it; 0: whatever it has.
             replace: put it in the place of what the name holds.
             durability: what the acknowledgement shall promise.
             prefill_ms: the measured time that computing its rows took, the parent's included; 0: not
@@ -180,7 +183,7 @@ class Client(AttendMixin):
             InvalidRequest: something does not fit together; nothing was sent, or nothing kept.
             OtherContent: the name holds other tokens, or another model's.
             LayoutDiffers: it holds these tokens with another layout.
-            NotStored: the parent is not there (any more).
+            NotStored: the parent is not there any more, or not in that generation.
             Conflict: another store of this name, with other content, was quicker.
             OverBudget: it does not fit.
             Unavailable, DeadlineExceeded: the server cannot be reached, or not in time.
@@ -197,6 +200,7 @@ class Client(AttendMixin):
             layout=layout_to_message(layout) if layers is not None else None,
             parent_namespace=text("parent", parent or ""),
             base=base,
+            parent_generation=count("parent_generation", parent_generation, U64_MAX),
             replace=replace,
             durability=answers.durability_value(durability),
             prefill_ms=prefill_ms,
@@ -622,7 +626,7 @@ class Client(AttendMixin):
 
     def sync(self, *, timeout_s: float | None = None) -> None:
         """Returns when everything that was acknowledged before is on stable storage."""
-        for route in self._routes.everywhere or ("",):
+        for route in self._connection.each:
             self._calls.once("sync", pb.PrefixStoreSyncRequest(), route, timeout_s)
 
     def snapshot(self, namespace: str, *, timeout_s: float | None = None) -> int:
@@ -648,19 +652,36 @@ class Client(AttendMixin):
         return bool(answer.released)
 
     def describe(self, *, timeout_s: float | None = None) -> Description:
-        """Describes the server: version, limits, budgets, what it holds."""
+        """Describes the server: version, limits, budgets, what it holds; several nodes as one."""
         request = pb.PrefixStoreDescribeRequest()
-        return answers.description(self._calls.ask("describe", request, "", timeout_s))
+        return together.descriptions(
+            [
+                answers.description(self._calls.ask("describe", request, route, timeout_s))
+                for route in self._connection.each
+            ]
+        )
 
     def stats(self, *, timeout_s: float | None = None) -> Receipt:
-        """Returns what the store did for its clients."""
+        """Returns what the store did for its clients, all nodes together."""
         request = stats_pb2.StatsGetRequest()
-        return answers.receipt(self._calls.ask("receipt", request, "", timeout_s).receipt)
+        return together.receipts(
+            [
+                answers.receipt(self._calls.ask("receipt", request, route, timeout_s).receipt)
+                for route in self._connection.each
+            ]
+        )
 
     def reset_stats(self, *, timeout_s: float | None = None) -> Receipt:
-        """Sets every counter of the receipt to zero; returns what they were."""
+        """Sets every counter of the receipt to zero; returns what they were, all nodes together."""
         request = stats_pb2.StatsResetRequest()
-        return answers.receipt(self._calls.once("reset_receipt", request, "", timeout_s).receipt)
+        return together.receipts(
+            [
+                answers.receipt(
+                    self._calls.once("reset_receipt", request, route, timeout_s).receipt
+                )
+                for route in self._connection.each
+            ]
+        )
 
 
 def _packed(token_ids: TokenIds) -> bytes:

@@ -37,7 +37,7 @@ from pion_client.errors import (
     from_rpc_error,
     may_ask_again,
 )
-from pion_client.nodes import RingChannel
+from pion_client.nodes import RingChannel, direct
 from pion_client.ring import Ring
 from pion_client.tls import Tls
 from pion_wire.limits import CHUNK_BYTES_MAX
@@ -194,6 +194,11 @@ class Connection:
     def everywhere(self) -> tuple[str, ...]:
         """A route to each node; of one server, or of a proxy whose nodes are not known, none."""
         return Ring(self.targets).routes() if len(self.targets) > 1 else ()
+
+    @property
+    def each(self) -> tuple[str, ...]:
+        """A route to each node where no other can answer for it; of one server, one that leads there."""
+        return tuple(map(direct, self.targets)) if len(self.targets) > 1 else ("",)
 
     @property
     def away_s(self) -> float:

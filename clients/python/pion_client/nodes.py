@@ -18,6 +18,8 @@ import grpc
 from pion_client.ring import Ring
 
 ROUTE = "pion-route"
+_DIRECT = "\0"
+"""Begins the route to a node itself; no name has such a character, and in metadata it is `%00`."""
 DOWN_S, DOWN_S_MAX = 1.0, 16.0
 """How long a node is left alone after a call that did not reach it; doubled as long as none does."""
 RINGS_MAX = 32
@@ -26,6 +28,11 @@ RINGS_MAX = 32
 
 _OUR_OWN = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """What our own side says: whether there is a node at the other end remains open."""
+
+
+def direct(node: str) -> str:
+    """Returns the route to a node, whether it is up or not: no other can answer for it."""
+    return _DIRECT + node
 
 
 class _Down(NamedTuple):
@@ -56,6 +63,8 @@ class Health:
         It is one of its own calls that a node is tried with. All others keep to the ring without it,
         until it has answered: otherwise they would go back and forth between two rings.
         """
+        if route.startswith("%00"):
+            return route.removeprefix("%00")
         now = self._clock()
         with self._lock:
             again = [node for node, down in self._down.items() if down.again_s <= now]
