@@ -404,6 +404,8 @@ def _parent(
     parent = transaction.by_name(tenant, header.parent)
     if parent is None or parent.state != "sealed":
         raise NotStored(f"the parent {header.parent!r} is not stored", namespace=header.parent)
+    if header.parent_generation not in (0, parent.generation):
+        raise NotStored(f"the parent {header.parent!r} is another now", namespace=header.parent)
     if parent.model_id != header.model_id:
         raise OtherContent(
             f"the parent {header.parent!r} was computed by another model", namespace=header.parent

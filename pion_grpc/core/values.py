@@ -179,6 +179,8 @@ class StoreHeader:
     prefill_ms: float = 0.0
     table: BlockTable | None = None
     parts: tuple[PartInfo, ...] = ()
+    parent_generation: int = 0
+    """Which the parent must have; 0: any."""
 
     def __post_init__(self) -> None:
         if self.namespace:
@@ -191,6 +193,8 @@ class StoreHeader:
             raise InvalidRequest("layout", "required unless there are parts")
         if bool(self.parent) != bool(self.base):
             raise InvalidRequest("base", "a parent and a base above 0 belong together")
+        if self.parent_generation and not self.parent:
+            raise InvalidRequest("parent_generation", "there is no parent")
         if self.parent:
             check_namespace(self.parent, "parent_namespace")
         _check_number("base", self.base, self.token_count)

@@ -472,6 +472,7 @@ def _store_header(message: pb.PrefixStoreStoreHeader) -> StoreHeader:
         message.prefill_ms,
         _table(message.table) if message.HasField("table") else None,
         tuple(part_from_message(part) for part in message.parts),
+        message.parent_generation,
     )
 
 

@@ -371,6 +371,16 @@ class StoreContract:
         store.drop(TENANT, ["c", "p"])
         assert list(store.directory.segments.iterdir()) == []
 
+    def test_no_child_extends_another_parent_than_it_was_computed_behind(
+        self, store: PrefixStore
+    ) -> None:
+        old = put(store, "p", PROMPT)
+        put(store, "c", LONGER, parent="p", base=200, parent_generation=old.generation)
+        put(store, "p", PROMPT, replace=True, parts=(part("state", 200, b"s"),), part_bytes=(b"s",))
+        with pytest.raises(NotStored, match="another now"):
+            begin(store, "d", LONGER, parent="p", base=200, parent_generation=old.generation)
+        put(store, "d", LONGER, parent="p", base=200)
+
     def test_a_name_can_be_replaced_by_its_own_child(self, store: PrefixStore) -> None:
         put(store, "p", PROMPT)
         put(store, "p", LONGER, parent="p", base=200, replace=True)

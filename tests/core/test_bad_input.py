@@ -183,6 +183,7 @@ def test_a_chunk_above_a_mebibyte_is_refused(store: PrefixStore) -> None:
         ("p", {"layout": Layout(())}, "layout"),
         ("p", {"parent": "q"}, "base"),
         ("p", {"base": 3}, "base"),
+        ("p", {"parent_generation": 3}, "parent_generation"),
         ("p", {"base": -3, "parent": "q"}, "base"),
         ("p", {"base": 101, "parent": "q"}, "base"),
         ("p", {"base": 3, "parent": "q\n"}, "parent_namespace"),

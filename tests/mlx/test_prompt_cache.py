@@ -399,6 +399,22 @@ def test_a_parent_dropped_while_its_child_waits_does_not_lose_the_child(
     assert_same_bits(prompt_cache.get_or_prefill(ids), cache)
 
 
+def test_a_parent_replaced_while_its_child_waits_does_not_lend_it_other_rows(
+    client, prompt_cache, model
+):
+    ids = tokens(200)
+    prompt_cache.get_or_prefill(ids[:100], None)
+    prompt_cache.flush(WAIT_S)
+    (name,) = stored(client)
+    with held_back(prompt_cache):
+        cache = prompt_cache.get_or_prefill(ids)
+        layers = [(np.negative(k), v) for k, v in client.fetch(name).layers]
+        client.store(name, layers=layers, token_ids=ids[:100], model=model_id(model), replace=True)
+    prompt_cache.flush(WAIT_S)
+    assert prompt_cache.stats()["stored_whole"] == {"parent_gone": 1}
+    assert_same_bits(prompt_cache.get_or_prefill(ids), cache)
+
+
 def test_a_long_prefill_is_not_split_otherwise_than_mlx_lm_would(prompt_cache, model):
     ids = tokens(2048 + 100)
     cache = prompt_cache.get_or_prefill(ids)
@@ -488,11 +504,11 @@ class held_back:  # noqa: N801 - reads as a statement
     """Keeps a prompt cache's storing from starting until the block ends."""
 
     def __init__(self, prompt_cache):
-        self._behind = prompt_cache._behind
+        self._background = prompt_cache._background
         self._open = threading.Event()
 
     def __enter__(self):
-        assert self._behind.put(lambda: self._open.wait(WAIT_S), size_bytes=0)
+        assert self._background.put(lambda: self._open.wait(WAIT_S), size_bytes=0)
         return self
 
     def __exit__(self, *_):
@@ -751,7 +767,7 @@ def test_what_another_has_stored_meanwhile_is_not_counted_as_a_store(prompt_cach
     ids, release = tokens(100), threading.Event()
     with PionPromptCache(model, client=client) as other:
         for cache in (prompt_cache, other):  # both miss, before either has stored
-            cache._behind.put(release.wait, size_bytes=0)
+            cache._background.put(release.wait, size_bytes=0)
             cache.get_or_prefill(ids, "same")
         release.set()
         for cache in (prompt_cache, other):

@@ -689,9 +689,12 @@ type PrefixStoreStoreHeader struct {
 	// Parts that follow the rows, at most 4,096; none twice by kind, slot and boundary, and none that the
 	// parent has. They may be at any boundary, also before `base`: they belong to the first tokens of this
 	// prefix, whoever has the rows.
-	Parts         []*PartInfo `protobuf:"bytes,11,rep,name=parts,proto3" json:"parts,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Parts []*PartInfo `protobuf:"bytes,11,rep,name=parts,proto3" json:"parts,omitempty"`
+	// If above 0: refuse with NOT_STORED unless the parent still has this generation, and so the very rows
+	// behind which these were computed.
+	ParentGeneration uint64 `protobuf:"varint,12,opt,name=parent_generation,json=parentGeneration,proto3" json:"parent_generation,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *PrefixStoreStoreHeader) Reset() {
@@ -799,6 +802,13 @@ func (x *PrefixStoreStoreHeader) GetParts() []*PartInfo {
 		return x.Parts
 	}
 	return nil
+}
+
+func (x *PrefixStoreStoreHeader) GetParentGeneration() uint64 {
+	if x != nil {
+		return x.ParentGeneration
+	}
+	return 0
 }
 
 // One message of a Store.
@@ -3672,7 +3682,7 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"\blease_id\x18\b \x01(\fR\aleaseId\x12+\n" +
 	"\x11longest_namespace\x18\t \x01(\tR\x10longestNamespace\x12%\n" +
 	"\x0elongest_tokens\x18\n" +
-	" \x01(\x04R\rlongestTokens\"\x98\x03\n" +
+	" \x01(\x04R\rlongestTokens\"\xc5\x03\n" +
 	"\x16PrefixStoreStoreHeader\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x19\n" +
 	"\bmodel_id\x18\x02 \x01(\tR\amodelId\x12\x1b\n" +
@@ -3688,7 +3698,8 @@ const file_pion_v1_prefix_store_proto_rawDesc = "" +
 	"prefill_ms\x18\t \x01(\x01R\tprefillMs\x12)\n" +
 	"\x05table\x18\n" +
 	" \x01(\v2\x13.pion.v1.BlockTableR\x05table\x12'\n" +
-	"\x05parts\x18\v \x03(\v2\x11.pion.v1.PartInfoR\x05parts\"\xb2\x01\n" +
+	"\x05parts\x18\v \x03(\v2\x11.pion.v1.PartInfoR\x05parts\x12+\n" +
+	"\x11parent_generation\x18\f \x01(\x04R\x10parentGeneration\"\xb2\x01\n" +
 	"\x17PrefixStoreStoreRequest\x129\n" +
 	"\x06header\x18\x01 \x01(\v2\x1f.pion.v1.PrefixStoreStoreHeaderH\x00R\x06header\x12'\n" +
 	"\x04rows\x18\x02 \x01(\v2\x11.pion.v1.RowChunkH\x00R\x04rows\x12(\n" +

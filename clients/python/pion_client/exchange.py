@@ -25,7 +25,7 @@ from pion_client.errors import (
     PionError,
 )
 from pion_client.quantised import codecs_of
-from pion_client.sharing import rows_shared
+from pion_client.sharing import Shared, rows_shared
 from pion_client.tally import Tally
 from pion_client.values import Lookup, Match, PrefixInfo, Stored
 from pion_wire import blocks, limits
@@ -280,26 +280,27 @@ class Exchange:
     ) -> tuple[Stored, str]:
         """Stores behind what is stored already, or whole; returns why rows are there twice now."""
         shared, twice = self._shared(pending, found, bundle, check)
-        if shared > found.served:
-            own = bundle.layers(shared)
+        if shared.end > found.served:
+            behind = functools.partial(store, layers=bundle.layers(shared.end), base=shared.end)
             try:
-                return store(layers=own, parent=found.longest, base=shared), twice
+                return behind(parent=found.longest, parent_generation=shared.generation), twice
             except NotStored:  # dropped or evicted meanwhile; all rows are here
                 twice = "parent_gone"
             except (InvalidRequest, LayoutDiffers):
                 twice = "parent_refused"
         whole = why_whole(found)
-        if found.served and not whole:
-            own = bundle.layers(found.served)
+        if found.served and found.prefix and not whole:
+            behind = functools.partial(store, layers=bundle.layers(found.served), base=found.served)
             try:
-                return store(layers=own, parent=found.namespace, base=found.served), twice
+                generation = found.prefix.generation
+                return behind(parent=found.namespace, parent_generation=generation), twice
             except NotStored:
                 whole = "parent_gone"
         return store(layers=bundle.layers()), whole or twice
 
     def _shared(
         self, pending: Pending, found: Found, bundle: Bundle, check: Callable[..., None]
-    ) -> tuple[int, str]:
+    ) -> tuple[Shared, str]:
         """Returns how many rows the longest match has with these very bits, and why not all of its.
 
         Those behind what was served were computed again, for want of a part. A prefix whose parts cannot
@@ -310,7 +311,7 @@ class Exchange:
         assert found.facts is not None
         both = found.facts.held.needs and bundle.rows
         if end < least or not both or found.reason == PART_DIFFERS:
-            return begin, ""
+            return Shared(begin, 0), ""
         shared = rows_shared(
             self._client,
             found.longest,
@@ -321,8 +322,8 @@ class Exchange:
             check=lambda: check(0, 0),
             timeout_s=max(self._deadline_s, pending.prefill_ms / 1e3),
         )
-        differ = "rows_differ" if shared < end else ""
-        return (shared if shared >= least else begin), differ
+        differ = "rows_differ" if shared.end < end else ""
+        return (shared if shared.end >= least else Shared(begin, 0)), differ
 
     def _there(self, namespace: str, request: Request, facts: Facts) -> PrefixInfo | None:
         """Returns what a name has of a prefix that needs parts; None if it is another, or needs none."""

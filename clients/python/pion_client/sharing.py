@@ -11,6 +11,7 @@ the deepest first, where differences add up. That takes no more than sending tho
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,15 @@ from pion_client.rows import rows_of
 from pion_client.values import Prefix
 
 
+class Shared(NamedTuple):
+    """Rows that need not be stored again."""
+
+    end: int
+    """Up to which row."""
+    generation: int
+    """Of the prefix that has them."""
+
+
 def rows_shared(
     client: Client,
     namespace: str,
@@ -34,7 +44,7 @@ def rows_shared(
     facts: Facts,
     check: Callable[[], None],
     timeout_s: float,
-) -> int:
+) -> Shared:
     """Returns up to which row a stored prefix has the same bits; the first one if it has none of them.
 
     Args:
@@ -47,7 +57,7 @@ def rows_shared(
         check: called before each slot; if it raises, that is all.
         timeout_s: how long each slot may take. A server that gives no answer has no rows.
     """
-    begin, end = rows
+    (begin, end), generation = rows, 0
     for slot, pair in reversed(list(zip(facts.held.slots, layers, strict=True))):
         check()
         try:
@@ -55,21 +65,23 @@ def rows_shared(
                 namespace,
                 rows=(begin, end),
                 slots=(slot,),
+                generation=generation,
                 codecs=[tensor.codec for tensor in facts.layout.tensors if tensor.codec != "raw"],
                 counted=False,
                 timeout_s=timeout_s,
                 tries=1,
             )
         except PionError:
-            return begin
+            return Shared(begin, 0)
         if prefix is None or not _of(prefix, facts, token_ids[: 4 * end]):
-            return begin
+            return Shared(begin, 0)
+        generation = prefix.generation
         codecs = {key: codec for key, codec in codecs_of(facts.layout).items() if key[0] == slot}
         mine = rows_of([pair.up_to(end).behind(begin)], (slot,), codecs)
         end = begin + _alike(mine, rows_of(prefix.layers, prefix.slots, "raw"))
         if end == begin:
             break
-    return end
+    return Shared(end, generation)
 
 
 def _of(prefix: Prefix, facts: Facts, token_ids: bytes) -> bool:

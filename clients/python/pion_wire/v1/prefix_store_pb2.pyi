@@ -446,6 +446,7 @@ class PrefixStoreStoreHeader(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    PARENT_GENERATION_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """The name; empty derives it: the first 32 hex digits of the block hash chain over all tokens."""
     model_id: _builtins.str
@@ -464,6 +465,10 @@ class PrefixStoreStoreHeader(_message.Message):
     """What the acknowledgement shall promise."""
     prefill_ms: _builtins.float
     """Measured prefill time of all these tokens, 0 to 86,400,000; 0 means not measured."""
+    parent_generation: _builtins.int
+    """If above 0: refuse with NOT_STORED unless the parent still has this generation, and so the very rows
+    behind which these were computed.
+    """
     @_builtins.property
     def layout(self) -> _types_pb2.Layout:
         """The tensors. Required unless there are parts only."""
@@ -493,10 +498,11 @@ class PrefixStoreStoreHeader(_message.Message):
         prefill_ms: _builtins.float = ...,
         table: _types_pb2.BlockTable | None = ...,
         parts: _abc.Iterable[_types_pb2.PartInfo] | None = ...,
+        parent_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "table", b"table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "durability", b"durability", "layout", b"layout", "model_id", b"model_id", "namespace", b"namespace", "parent_namespace", b"parent_namespace", "parts", b"parts", "prefill_ms", b"prefill_ms", "replace", b"replace", "table", b"table", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "durability", b"durability", "layout", b"layout", "model_id", b"model_id", "namespace", b"namespace", "parent_generation", b"parent_generation", "parent_namespace", b"parent_namespace", "parts", b"parts", "prefill_ms", b"prefill_ms", "replace", b"replace", "table", b"table", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
