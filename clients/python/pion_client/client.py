@@ -143,6 +143,7 @@ class Client(AttendMixin):
         codecs: Codecs = "raw",
         parent: str | None = None,
         base: int = 0,
+        parent_generation: int = 0,
         replace: bool = False,
         durability: DurabilityName = "process",
         prefill_ms: float = 0,
@@ -166,6 +167,7 @@ class Client(AttendMixin):
                 rows from `base` on.
             base: how many; if it is all of them there are no rows to send, only parts. In a mesh at
                 least 64: what has fewer in common may be on another node than its parent.
+            parent_generation: only if the parent still has the rows of it; 0: whatever it has.
             replace: put it in the place of what the name holds.
             durability: what the acknowledgement shall promise.
             prefill_ms: the measured time that computing its rows took, the parent's included; 0: not
@@ -181,7 +183,7 @@ class Client(AttendMixin):
             InvalidRequest: something does not fit together; nothing was sent, or nothing kept.
             OtherContent: the name holds other tokens, or another model's.
             LayoutDiffers: it holds these tokens with another layout.
-            NotStored: the parent is not there (any more).
+            NotStored: the parent is not there any more, or not in that generation.
             Conflict: another store of this name, with other content, was quicker.
             OverBudget: it does not fit.
             Unavailable, DeadlineExceeded: the server cannot be reached, or not in time.
@@ -198,6 +200,7 @@ class Client(AttendMixin):
             layout=layout_to_message(layout) if layers is not None else None,
             parent_namespace=text("parent", parent or ""),
             base=base,
+            parent_generation=count("parent_generation", parent_generation, U64_MAX),
             replace=replace,
             durability=answers.durability_value(durability),
             prefill_ms=prefill_ms,
