@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 
 from pion_grpc.core.declaration import Declaration
+from pion_grpc.core.gaps import written_rows
 from pion_grpc.core.order import RowOrder
 from pion_grpc.core.reading import (
     CorruptPrefix,
@@ -166,16 +167,19 @@ class RowsSession:
         end = extent.first_row + extent.row_count
         had = row.base + counts[index]
         counts[index] = max(had, end) - row.base
-        overwrites = extent.first_row < had
+        overwrites, known = extent.first_row < had, 0
         if overwrites:
             check_not_shared(transaction, row, extent.first_row)
+            within = (extent.first_row, end)
+            extents = transaction.extents_within(row.id, self.tensor.key, *within)
+            known = written_rows(row, self.tensor, extents, *within)
         count = row.base + min(counts)
         kept = min(extent.first_row, count) if overwrites else count
         keep_tokens(transaction, row, kept, layout.fidelity)
         transaction.add_extent(row.id, extent)
-        grown = max(end - had, 0)
+        more = extent.row_count - known
         Sides(transaction).resized(
-            row.id, self.tensor.side.value, grown, grown * self.tensor.row_bytes
+            row.id, self.tensor.side.value, max(end - had, 0), more * self.tensor.row_bytes
         )
         if layout.to_json() != row.layout:
             transaction.update(row.id, layout=layout.to_json(), fidelity=layout.fidelity)
@@ -373,6 +377,13 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
                 durability=Durability.DISK.value,
                 boot=None,
             )
+            for side in Side:
+                sizes = (
+                    count * tensor.row_bytes
+                    for tensor, count in zip(segment.layout.tensors, counts, strict=True)
+                    if tensor.side is side
+                )
+                Sides(transaction).sealed(row.id, side.value, sum(sizes))
         sealed = True
     except CorruptPrefix as error:
         workshop.space.take_out(error)

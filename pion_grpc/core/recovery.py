@@ -9,6 +9,7 @@ below them is again what it was before.
 
 import json
 
+from pion_grpc.core.gaps import written_rows
 from pion_grpc.core.reading import CorruptPrefix, naming, own_row_counts, segment_layout
 from pion_grpc.core.space import Space, keep_tokens
 from pion_grpc.errors import Corrupt
@@ -182,8 +183,12 @@ class Recovery:
         left = {tensor.key: count for tensor, count in zip(layout.tensors, counts, strict=True)}
         before = zip(Layout.from_json(prefix.layout).tensors, own_row_counts(prefix), strict=True)
         for tensor, count in before:
-            lost = count - left.get(tensor.key, 0)
-            sides.resized(prefix.id, tensor.side.value, -lost, -lost * tensor.row_bytes)
+            end = prefix.base + left.get(tensor.key, 0)
+            lost = prefix.base + count - end
+            had = written_rows(prefix, tensor, extents, prefix.base, prefix.base + count)
+            has = written_rows(prefix, tensor, kept, prefix.base, end)
+            size = (had - has) * tensor.row_bytes
+            sides.resized(prefix.id, tensor.side.value, -lost, -size)
 
 
 def _remaining(prefix: PrefixRow, kept: list[ExtentRow]) -> tuple[Layout, list[int], Layout | None]:

@@ -10,6 +10,7 @@ the directory at its start forgets those of the processes before.
 import contextlib
 import json
 
+from pion_grpc.core.gaps import written_rows
 from pion_grpc.core.live import check_not_shared, outgrown
 from pion_grpc.core.reading import own_row_counts
 from pion_grpc.core.space import keep_tokens
@@ -96,11 +97,14 @@ class Snapshots:
                 # One that has come since had none.
                 kept.append(min(now, snapshot.get(tensor.key, 0)) if mine else now)
                 if now > kept[-1]:
-                    begin = row.base + kept[-1]
-                    hole = ExtentRow(tensor.key, 0, begin, now - kept[-1], "", 0, b"")
-                    transaction.add_extent(row.id, hole)
                     cut = now - kept[-1]
-                    sides_table.resized(row.id, tensor.side.value, -cut, -cut * tensor.row_bytes)
+                    begin = row.base + kept[-1]
+                    extents = transaction.extents_within(row.id, tensor.key, begin, begin + cut)
+                    written = written_rows(row, tensor, extents, begin, begin + cut)
+                    size = written * tensor.row_bytes
+                    sides_table.resized(row.id, tensor.side.value, -cut, -size)
+                    hole = ExtentRow(tensor.key, 0, begin, cut, "", 0, b"")
+                    transaction.add_extent(row.id, hole)
             if tuple(kept) == counts:
                 return row.generation
             count = row.base + min(kept, default=0)

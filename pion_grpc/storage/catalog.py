@@ -761,6 +761,15 @@ class Transaction:
         )
         return [ExtentRow(*row) for row in rows]
 
+    def extents_within(self, prefix: int, tensor: int, begin: int, end: int) -> list[ExtentRow]:
+        """Returns the extents of a tensor with rows from `begin` to `end`, in order of writing."""
+        rows = self.all(
+            f"SELECT {', '.join(ExtentRow._fields)} FROM extent WHERE prefix = ? AND tensor = ?"
+            " AND first_row < ? AND first_row + row_count > ? ORDER BY serial",
+            (prefix, tensor, end, begin),
+        )
+        return [ExtentRow(*row) for row in rows]
+
     def extent_files(self, prefix: int) -> list[str]:
         """Returns the row files of a live prefix; an empty name stands for holes.
 

@@ -16,7 +16,7 @@ CREATE TABLE side (
   side     TEXT NOT NULL CHECK (side IN ('k', 'v')),
   declared TEXT NOT NULL,               -- what its tensors are or will be, JSON
   rows     INTEGER NOT NULL DEFAULT 0,  -- of all its tensors
-  bytes    INTEGER NOT NULL DEFAULT 0,  -- that these rows take, superseded ones left out
+  bytes    INTEGER NOT NULL DEFAULT 0,  -- of those that are no gaps, superseded ones left out
   unsaved  INTEGER NOT NULL DEFAULT 1,  -- declared since the last save
   last_use INTEGER NOT NULL,
   PRIMARY KEY (prefix, side)
@@ -76,6 +76,12 @@ class Sides:
         self._transaction.run(
             "UPDATE side SET rows = rows + ?, bytes = bytes + ? WHERE prefix = ? AND side = ?",
             (rows, size, prefix, side),
+        )
+
+    def sealed(self, prefix: int, side: str, size: int) -> None:
+        """Notes how many bytes a segment has of a side: every row of it, with no gap left."""
+        self._transaction.run(
+            "UPDATE side SET bytes = ? WHERE prefix = ? AND side = ?", (size, prefix, side)
         )
 
     def totals(self, tenant: str | None = None) -> SideTotals:

@@ -395,16 +395,19 @@ def test_lost_rows_of_a_session_are_not_counted(cuts: Cuts) -> None:
     sessions.register(TENANT, "s", declared)
     for side in Side:
         sessions.write(TENANT, f"s_p{side}", 0, 0, 10, memoryview(bytes(160)), DType.F16)
+        sessions.write(TENANT, f"s_p{side}", 2, 20, 10, memoryview(bytes(160)), DType.F16)
     store.sync()
     before = sessions.totals()
+    assert before.bytes == 2 * 20 * 16
     for side in Side:
+        sessions.write(TENANT, f"s_p{side}", 2, 15, 10, memoryview(bytes(160)), DType.F16)
         sessions.write(TENANT, f"s_p{side}", 0, 10, 10, memoryview(bytes(160)), DType.F16)
         sessions.write(TENANT, f"s_p{side}", 1, 0, 10, memoryview(bytes(160)), DType.F16)
     sync_commits(store)
     store = cuts.cut()
     assert look(store, "s").hit
     after = Sessions(store).totals()
-    assert (after.rows, after.sides) == (before.rows, before.sides)
+    assert (after.rows, after.sides, after.bytes) == (before.rows, before.sides, before.bytes)
 
 
 def test_a_generation_means_one_content_for_ever(cuts: Cuts) -> None:

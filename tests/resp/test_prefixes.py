@@ -1,5 +1,6 @@
 """`KV.PREFIX.*`: a hit is what was registered, and every refusal changes nothing."""
 
+import random
 import struct
 from collections.abc import Callable
 
@@ -338,6 +339,34 @@ def test_counters_follow_what_is_stored(start_resp: Callable[..., Resp]) -> None
     now = info(wire)
     assert now["vstore_bytes"] == now["vstore_sessions"] == 0
     assert now["vstore_evictions"] == 2
+
+
+def test_gaps_are_no_bytes_that_are_stored(start_resp: Callable[..., Resp]) -> None:
+    wire = start_resp().connect()
+    wire("KV.PREFIX.REGISTER", "gaps", 64, "fp16")
+    draw, written, ends = random.Random(3), [set[int](), set[int]()], [0, 0]
+    snapshot, then = 0, [0, 0]
+    for turn in range(120):
+        layer, first, count = draw.randrange(2), draw.randrange(300), draw.randrange(1, 40)
+        rows = bytes(count * 128)
+        assert wire("V.STOREBATCH", "gaps_pk", layer, first, count, rows, "FMT", "F16") == "OK"
+        written[layer] |= set(range(first, first + count))
+        ends[layer] = max(ends[layer], first + count)
+        if turn % 20 == 5:
+            snapshot, then = wire("V.SNAPSHOT", "gaps_pk"), list(ends)
+        if turn % 20 == 15:
+            wire("V.RESTORE", "gaps_pk", snapshot)
+            ends = list(map(min, ends, then))
+            written = [{r for r in w if r < end} for w, end in zip(written, ends, strict=True)]
+        if turn == 60:
+            wire("KV.PREFIX.SAVE")  # its segment has zeros where the gaps were
+            written = [set(range(end)) for end in ends]
+        if turn % 30 == 29:
+            wire("V.RESTORE", "gaps_pk", snapshot)
+            ends = list(map(min, ends, then))
+            written = [{r for r in w if r < end} for w, end in zip(written, ends, strict=True)]
+        assert info(wire)["vstore_bytes"] == 128 * sum(map(len, written)), turn
+    assert info(wire)["total_prefix_tokens"] == sum(ends)
 
 
 def test_names_must_begin_as_the_server_was_told(start_resp: Callable[..., Resp]) -> None:
