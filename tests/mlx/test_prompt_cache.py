@@ -161,11 +161,11 @@ def test_a_program_that_ends_at_once_does_not_lose_what_it_prefilled(server, cli
 
 STUCK_PROCESS = """
     import os, signal, sys
-    from pion_client import behind
+    from pion_client import background
     from pion_client.mlx import PionPromptCache
     from pion_grpc.cli.smollm2 import random_llama
 
-    behind.EXIT_GRACE_S = 0.2
+    background.EXIT_GRACE_S = 0.2
     prompt_cache = PionPromptCache(random_llama(), address=sys.argv[1])
     prompt_cache.get_or_prefill(list(range(100)))
     assert prompt_cache.stats()["miss_reasons"] == {"not_stored": 1}
