@@ -113,10 +113,10 @@ class Dispatcher:
         stranger = self.services.access.required and not client.authenticated
         if stranger and (command is None or not command.before_login):
             return Error("NOAUTH Authentication required.")
+        if client.tenant and (command is None or not command.for_tenants):
+            return NOT_FOR_TENANTS
         if command is None:
             return _unknown(request)
-        if client.tenant and not command.for_tenants:
-            return NOT_FOR_TENANTS
         if not command.takes(len(request)):
             return Error(command.refusal_of_words())
         return None

@@ -226,7 +226,8 @@ def test_a_pause_holds_everybody_and_ends(resp: Resp) -> None:
     for _ in range(100):  # now and then a timer comes early
         assert wire("CLIENT", "PAUSE", "1") == "OK"
         assert other("PING") == "PONG"
-    assert wire("CLIENT", "PAUSE", "100000") == "OK"
+    assert wire("CLIENT", "PAUSE", "100000", "NONE") == Refused("ERR syntax error")
+    assert wire("CLIENT", "PAUSE", "100000", "WRITE") == "OK"
     other.send("PING")
     other.socket.settimeout(0.1)
     with pytest.raises(TimeoutError):

@@ -175,6 +175,7 @@ def test_a_transaction_of_a_tenant_is_its_own(as_user: Callable[[str], Wire]) ->
     blue("MULTI")
     blue("INCR", "n")
     assert blue("CONFIG", "GET", "port") == NOT_ALLOWED
+    assert blue("EVAL", "return 1", 0) == NOT_ALLOWED, "what there is not is as little allowed"
     assert blue("EXEC").text.startswith("EXECABORT")
     blue("MULTI")
     blue("SET", "k", "blue's")

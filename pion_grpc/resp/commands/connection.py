@@ -228,6 +228,8 @@ def _client_kill(call: Call) -> Answer:
 def _client_pause(call: Call) -> Answer:
     _refuse_tenants(call)
     _want(call, 2, 3)
+    if call.count == 3 and call.word(2) not in ("ALL", "WRITE"):
+        raise syntax_error()
     refusal = "ERR timeout is not an integer or out of range"
     call.services.pause(call.integer(1, 0, 1 << 40, refusal) / 1_000)
     return OK
