@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from crc32c import crc32c
 
-from pion_grpc.core.blobs import BlobReading, BlobStore, BlobWriter
+from pion_grpc.core.blobs import BlobReading, BlobStore, BlobWriter, WrittenBlob
 from pion_grpc.core.exporting import ExportedFile
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.values import Durability, check_lease, check_namespace
@@ -39,10 +39,11 @@ class StateInfo(NamedTuple):
     model_id: str = ""
 
 
-class StoredState(NamedTuple):
+class StoredStates(NamedTuple):
     """The acknowledgement of a Store."""
 
-    generation: int
+    generations: tuple[int, ...]
+    """Of the values, in order."""
     durability: Durability
 
 
@@ -64,36 +65,61 @@ class StateExport(NamedTuple):
     """None: it is in no segment; an earlier release has written it."""
 
 
+class _Value(NamedTuple):
+    """A value that is written, and nobody sees yet."""
+
+    layer: int
+    info: StateInfo
+    written: WrittenBlob
+
+
 class StateSession:
-    """One value on its way into the store. Publish or abandon it."""
+    """Values of one session on their way into the store, one after the other. Publish or abandon it."""
 
     def __init__(
-        self,
-        states: "RecurrentStates",
-        key: tuple[str, str, int],
-        info: StateInfo,
-        durability: Durability,
+        self, states: "RecurrentStates", tenant: str, session: str, durability: Durability
     ) -> None:
         self._states = states
-        self._key = key
-        self._info = info
+        self._tenant = tenant
+        self._session = session
         self._durability = durability
-        self._written = 0
-        tenant, session, layer = key
+        self._values: list[_Value] = []
+        self._writer: BlobWriter | None = None
+        self._layer, self._info, self._written = 0, StateInfo(0), 0
+
+    def begin(self, session: str, layer: int, info: StateInfo) -> None:
+        """Plans the next value.
+
+        Raises:
+            InvalidRequest: the one before is not complete, it is of another session, or a name or a
+                number is out of range.
+            OverBudget, OverQuota: there is no room.
+            DiskFull: the one before cannot be written.
+        """
+        self._end_value()
+        _check(session, layer, info)
+        if session != self._session:
+            raise InvalidRequest("session", "is another than that of the first value")
+        if len(self._values) >= limits.NAMES_MAX:
+            raise InvalidRequest(
+                "layer", f"more than {limits.NAMES_MAX} values", limit=limits.NAMES_MAX
+            )
+        if any(layer == value.layer for value in self._values):
+            raise InvalidRequest("layer", f"{layer} is there twice")
+        part = PartInfo("state", layer, info.boundary_tokens, info.size_bytes, info.description)
         segment = SegmentLayout(
             layout=Layout(()),
             row_counts=(),
             token_count=0,
             model_id=info.model_id,
-            parts=(
-                PartInfo("state", layer, info.boundary_tokens, info.size_bytes, info.description),
-            ),
+            parts=(part,),
             namespace=session,
         )
-        self._writer: BlobWriter = states.blobs.begin(tenant, info.size_bytes, segment)
+        self._writer = self._states.blobs.begin(self._tenant, info.size_bytes, segment)
+        self._layer, self._info, self._written = layer, info, 0
 
     def write(self, chunk: PartChunk) -> None:
-        """Takes the next bytes.
+        """Takes the next bytes of a value.
 
         Raises:
             InvalidRequest, ChecksumMismatch: they are not the next ones, or damaged.
@@ -111,42 +137,65 @@ class StateSession:
             raise InvalidRequest("bytes.data", f"{size} bytes where {left} are left")
         if crc32c(chunk.data) != chunk.crc32c:
             raise ChecksumMismatch("the bytes do not have the checksum they were sent with")
-        self._writer.write(chunk.data)
-        self._written += size
+        self.write_whole(chunk.data)
 
     def write_whole(self, data: bytes | memoryview) -> None:
-        """Takes all bytes at once; raises as `write` does."""
+        """Takes bytes of a value as they are.
+
+        Raises:
+            DiskFull: they cannot be written.
+        """
+        assert self._writer is not None, "a value begins before its bytes come"
         self._writer.write(data)
         self._written += len(data)
 
-    def publish(self) -> StoredState:
-        """Makes the value visible in place of the one before.
+    def publish(self) -> StoredStates:
+        """Makes the values visible in place of those before, all of them together.
 
         Raises:
             InvalidRequest: bytes are missing.
-            DiskFull: it cannot be written.
+            DiskFull: they cannot be written.
         """
-        if self._written != self._info.size_bytes:
-            raise InvalidRequest("bytes", "the stream ended before all declared bytes came")
-        on_disk = self._durability is Durability.DISK
-        written = self._writer.finish(on_disk=on_disk)
+        self._end_value()
         blobs = self._states.blobs
+        on_disk = self._durability is Durability.DISK
         try:
             with blobs.workshop.catalog.write(on_disk=on_disk) as transaction:
-                blob = blobs.publish(transaction, written)
-                info = self._info
-                generation = States(transaction).put(
-                    *self._key, blob, info.boundary_tokens, info.description, info.model_id
+                generations = tuple(
+                    States(transaction).put(
+                        self._tenant,
+                        self._session,
+                        layer,
+                        blobs.publish(transaction, written),
+                        info.boundary_tokens,
+                        info.description,
+                        info.model_id,
+                    )
+                    for layer, info, written in self._values
                 )
         except BaseException:
-            blobs.abandon(written)
+            self.abandon()
             raise
         blobs.workshop.space.sweep()
-        return StoredState(generation, self._durability)
+        return StoredStates(generations, self._durability)
 
     def abandon(self) -> None:
-        """Removes what was written; nobody ever saw it."""
-        self._writer.abandon()
+        """Removes what was written; nobody ever saw it. Twice is once."""
+        writer, self._writer = self._writer, None
+        values, self._values = self._values, []
+        if writer is not None:
+            writer.abandon()
+        for value in values:
+            self._states.blobs.abandon(value.written)
+
+    def _end_value(self) -> None:
+        if self._writer is None:
+            return
+        if self._written != self._info.size_bytes:
+            raise InvalidRequest("bytes", "not all declared bytes of a value came")
+        written = self._writer.finish(on_disk=self._durability is Durability.DISK)
+        self._values.append(_Value(self._layer, self._info, written))
+        self._writer = None
 
 
 class RecurrentStates:
@@ -166,17 +215,19 @@ class RecurrentStates:
         info: StateInfo,
         durability: Durability = Durability.PROCESS,
     ) -> StateSession:
-        """Plans a value.
+        """Plans a value; others of the same session may follow it.
 
         Raises:
-            InvalidRequest: a name or a number is out of range.
-            OverBudget, OverQuota: there is no room.
+            As `StateSession.begin` does.
         """
-        _check(session, layer, info)
         self._store.flush_uses()
-        return StateSession(self, (tenant, session, layer), info, durability)
+        values = StateSession(self, tenant, session, durability)
+        values.begin(session, layer, info)
+        return values
 
-    def store(self, tenant: str, session: str, layer: int, data: bytes | memoryview) -> StoredState:
+    def store(
+        self, tenant: str, session: str, layer: int, data: bytes | memoryview
+    ) -> StoredStates:
         """Stores a value that is all there; raises as `begin` and `StateSession.publish` do."""
         stored = self.begin(tenant, session, layer, StateInfo(len(data)))
         try:

@@ -7,7 +7,14 @@ from pion_grpc.config import Config
 from pion_grpc.core.states import FoundState, RecurrentStates, StateInfo
 from pion_grpc.errors import InvalidRequest, NoBackend
 from pion_grpc.rpc.service import Call
-from pion_grpc.rpc.streams import byte_chunks, durability_of, durability_value, fill, header_of
+from pion_grpc.rpc.streams import (
+    byte_chunks,
+    durability_of,
+    durability_value,
+    fill,
+    header_of,
+    parsed_header,
+)
 from pion_wire import limits
 from pion_wire.framing import frame_bytes, frame_header
 from pion_wire.v1 import ssm_state_pb2 as pb
@@ -21,20 +28,25 @@ class SSMStateService:
         self._config = config
 
     def Store(self, messages: Iterator[bytes], call: Call) -> pb.SSMStateStoreResponse:
-        """Stores one value."""
+        """Stores values."""
         header = header_of(messages, pb.SSMStateStoreRequest)
-        info = StateInfo(
-            header.info.size_bytes,
-            header.info.boundary_tokens,
-            header.info.description,
-            header.info.model_id,
-        )
         session = self._states.begin(
-            call.tenant, header.session, header.layer, info, durability_of(header.durability)
+            call.tenant,
+            header.session,
+            header.layer,
+            _info_of(header),
+            durability_of(header.durability),
         )
-        stored = fill(session, byte_chunks(messages))
+
+        def begin_next(message: bytes) -> None:
+            header = parsed_header(message, pb.SSMStateStoreRequest)
+            session.begin(header.session, header.layer, _info_of(header))
+
+        stored = fill(session, byte_chunks(messages, begin_next))
         return pb.SSMStateStoreResponse(
-            durability=durability_value(stored.durability), generation=stored.generation
+            durability=durability_value(stored.durability),
+            generation=stored.generations[0],
+            more_generations=stored.generations[1:],
         )
 
     def Fetch(self, request: pb.SSMStateFetchRequest, call: Call) -> Iterator[bytes]:
@@ -92,6 +104,11 @@ def _value(found: FoundState | None, offset: int) -> Iterator[bytes]:
         for data in reading.pieces(offset):
             yield frame_bytes(offset, data)
             offset += len(data)
+
+
+def _info_of(header: pb.SSMStateStoreHeader) -> StateInfo:
+    info = header.info
+    return StateInfo(info.size_bytes, info.boundary_tokens, info.description, info.model_id)
 
 
 def _info(info: StateInfo) -> pb.SSMStateInfo:

@@ -55,6 +55,11 @@ def header_of(messages: Iterator[bytes], kind: type[StreamMessage]) -> Any:
     message = next(messages, None)
     if message is None:
         raise InvalidRequest("header", "the stream is empty")
+    return parsed_header(message, kind)
+
+
+def parsed_header(message: bytes, kind: type[StreamMessage]) -> Any:
+    """Returns the header that a message holds; raises as `header_of` does."""
     parsed = _parsed(message, kind, "header")
     if not parsed.HasField("header"):
         raise InvalidRequest("header", "the stream does not begin with one")
@@ -73,9 +78,15 @@ def row_chunks(messages: Iterator[bytes], *, parts: bool = False) -> Iterator[Ro
         yield chunk
 
 
-def byte_chunks(messages: Iterator[bytes]) -> Iterator[PartChunk]:
-    """Yields the chunks of a stream of bytes; likewise."""
-    for chunk in _chunks(messages, parse_bytes_message):
+def byte_chunks(
+    messages: Iterator[bytes], take_header: Callable[[bytes], None] | None = None
+) -> Iterator[PartChunk]:
+    """Yields the chunks of a stream of bytes; hands further headers over, if there may be some.
+
+    Raises:
+        InvalidRequest: likewise.
+    """
+    for chunk in _chunks(messages, parse_bytes_message, take_header):
         assert isinstance(chunk, PartChunk)
         yield chunk
 
@@ -111,7 +122,9 @@ def fill(session: Session[Answer], chunks: Iterable[RowChunk | PartChunk]) -> An
 
 
 def _chunks(
-    messages: Iterator[bytes], parse: Callable[[bytes], HeaderBytes | RowChunk | PartChunk]
+    messages: Iterator[bytes],
+    parse: Callable[[bytes], HeaderBytes | RowChunk | PartChunk],
+    take_header: Callable[[bytes], None] | None = None,
 ) -> Iterator[RowChunk | PartChunk]:
     for message in messages:
         _check_size(message)
@@ -119,9 +132,12 @@ def _chunks(
             chunk = parse(message)
         except FrameError as error:
             raise InvalidRequest("message", str(error)) from error
-        if isinstance(chunk, HeaderBytes):
+        if not isinstance(chunk, HeaderBytes):
+            yield chunk
+        elif take_header is not None:
+            take_header(message)
+        else:
             raise InvalidRequest("header", "came twice")
-        yield chunk
 
 
 def _check_size(message: bytes) -> None:

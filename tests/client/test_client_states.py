@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -79,6 +80,46 @@ def test_several_layers_come_at_once_and_those_that_are_not_there_are_left_out(
         with pytest.raises(InvalidRequest) as refused:
             client.states.fetch_all("several", layers)
         assert refused.value.field == "layers"
+
+
+def test_several_layers_are_stored_as_one(server: ServerProcess, client: Client) -> None:
+    layers = {7: value(3 * MIB, 1), 0: b"", 2: value(5 * MIB + 1, 2)}
+    told: list[tuple[int, int]] = []
+    with linked(server.address, cut_up=4 * MIB) as link, Client(link.address) as broken:
+        stored = broken.states.store_all(
+            "as one",
+            layers,
+            boundary_tokens=9,
+            description={7: "seven", 2: "two"},
+            model="m",
+            progress=lambda *done: told.append(done),
+        )
+        assert link.connections == 2
+    assert told[-1] == (8 * MIB + 1, 8 * MIB + 1)
+    found = client.states.fetch_all("as one", layers)
+    assert {layer: bytes(state.data) for layer, state in found.items()} == layers
+    assert {layer: state.generation for layer, state in found.items()} == stored
+    assert [state.description for state in found.values()] == ["seven", "", "two"]
+    assert {(state.boundary_tokens, state.model) for state in found.values()} == {(9, "m")}
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("values", {}),
+        ("values", dict.fromkeys(range(1_001), b"")),
+        ("layer", {0: b"x", -1: b"y"}),
+        ("data", {0: b"x", 1: np.zeros((4, 4))[:, ::2]}),
+        ("data", {0: b"x", 1: None}),
+    ],
+)
+def test_of_several_layers_none_is_stored_if_one_cannot_be(
+    client: Client, field: str, values: dict[int, Any]
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        client.states.store_all("none", values)
+    assert refused.value.field == field
+    assert client.states.fetch_all("none", [0, 1]) == {}
 
 
 def test_a_layer_whose_file_no_reader_of_segments_takes_is_streamed(client: Client) -> None:

@@ -281,6 +281,54 @@ def test_a_files_every_byte_is_counted_and_what_was_written_before_is_still_read
     assert resp.connect()("SSM.PREFIX.FETCH", "s", 0) == b"older"
 
 
+def several(session: str, values: dict[int, bytes]) -> list[pb.SSMStateStoreRequest]:
+    return [message for layer, value in values.items() for message in stream(session, layer, value)]
+
+
+def test_the_values_of_one_stream_become_visible_together(rpc: Grpc, resp_wire: Wire) -> None:
+    values = {4: os.urandom(MIB + 1), 0: b"", 2: os.urandom(3)}
+    messages = several("together", values)
+
+    def halting() -> Iterator[pb.SSMStateStoreRequest]:
+        yield from messages
+        for layer in values:
+            assert resp_wire("SSM.PREFIX.FETCH", "together", layer) is None
+
+    stored = rpc.ssm.Store(halting())
+    generations = [stored.generation, *stored.more_generations]
+    found = [fetched(rpc, "together", layer) for layer in values]
+    assert [value for _, value in found] == list(values.values())
+    assert [header.generation for header, _ in found] == generations
+
+
+@pytest.mark.parametrize("what", ["short", "early", "session", "twice", "checksum", "too many"])
+def test_a_broken_store_of_several_leaves_all_the_old_ones(
+    both: ServerProcess, rpc: Grpc, what: str
+) -> None:
+    session = f"old/{what}"
+    old = {layer: os.urandom(1_000) for layer in range(3)}
+    rpc.ssm.Store(iter(several(session, old)))
+    files = len(os.listdir(both.directory / "blobs"))
+    messages = several(session, {layer: os.urandom(2 * MIB) for layer in range(3)})
+    if what == "short":
+        messages.pop()
+    elif what == "early":
+        del messages[2]
+    elif what == "session":
+        messages[3].header.session = "another"
+    elif what == "twice":
+        messages[6].header.layer = 0
+    elif what == "checksum":
+        messages[-1].bytes.crc32c ^= 1
+    else:
+        messages = several(session, dict.fromkeys(range(1_001), b""))
+    with pytest.raises(grpc.RpcError) as refused:
+        rpc.ssm.Store(iter(messages))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert {layer: fetched(rpc, session, layer)[1] for layer in old} == old
+    assert len(os.listdir(both.directory / "blobs")) == files
+
+
 @pytest.mark.parametrize("how", ["replaced", "dropped"])
 def test_a_leased_file_stays_and_counts_until_the_lease_ends(
     start_resp: Callable[..., Resp], how: str

@@ -94,16 +94,16 @@ func (x *SSMStateInfo) GetModelId() string {
 	return ""
 }
 
-// The first message of a Store.
+// What comes before the bytes of a value.
 type SSMStateStoreHeader struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The session: 1 to 200 bytes of UTF-8, usually a namespace. Required.
+	// The session: 1 to 200 bytes of UTF-8, usually a namespace. Required; the same for all values.
 	Session string `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
-	// The layer or cache slot.
+	// The layer or cache slot; none twice, at most 1,000 in one Store.
 	Layer uint32 `protobuf:"varint,2,opt,name=layer,proto3" json:"layer,omitempty"`
 	// What it is; `size_bytes` is required and exact.
 	Info *SSMStateInfo `protobuf:"bytes,3,opt,name=info,proto3" json:"info,omitempty"`
-	// What the acknowledgement shall promise.
+	// What the acknowledgement shall promise; that of the first header counts.
 	Durability    Durability `protobuf:"varint,4,opt,name=durability,proto3,enum=pion.v1.Durability" json:"durability,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -170,7 +170,7 @@ func (x *SSMStateStoreHeader) GetDurability() Durability {
 // One message of a Store.
 type SSMStateStoreRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Header first, then the bytes in order.
+	// Header first, then the bytes in order; then those of the next value.
 	//
 	// Types that are valid to be assigned to Message:
 	//
@@ -259,10 +259,12 @@ type SSMStateStoreResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// What is promised.
 	Durability Durability `protobuf:"varint,1,opt,name=durability,proto3,enum=pion.v1.Durability" json:"durability,omitempty"`
-	// The value's generation.
-	Generation    uint64 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The value's generation; of several, the first one's.
+	Generation uint64 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Those of the others, in order.
+	MoreGenerations []uint64 `protobuf:"varint,3,rep,packed,name=more_generations,json=moreGenerations,proto3" json:"more_generations,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *SSMStateStoreResponse) Reset() {
@@ -307,6 +309,13 @@ func (x *SSMStateStoreResponse) GetGeneration() uint64 {
 		return x.Generation
 	}
 	return 0
+}
+
+func (x *SSMStateStoreResponse) GetMoreGenerations() []uint64 {
+	if x != nil {
+		return x.MoreGenerations
+	}
+	return nil
 }
 
 // Asks for a value, or for several of one session.
@@ -914,14 +923,15 @@ const file_pion_v1_ssm_state_proto_rawDesc = "" +
 	"\x14SSMStateStoreRequest\x126\n" +
 	"\x06header\x18\x01 \x01(\v2\x1c.pion.v1.SSMStateStoreHeaderH\x00R\x06header\x12*\n" +
 	"\x05bytes\x18\x02 \x01(\v2\x12.pion.v1.PartChunkH\x00R\x05bytesB\t\n" +
-	"\amessage\"l\n" +
+	"\amessage\"\x97\x01\n" +
 	"\x15SSMStateStoreResponse\x123\n" +
 	"\n" +
 	"durability\x18\x01 \x01(\x0e2\x13.pion.v1.DurabilityR\n" +
 	"durability\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x02 \x01(\x04R\n" +
-	"generation\"\xaa\x01\n" +
+	"generation\x12)\n" +
+	"\x10more_generations\x18\x03 \x03(\x04R\x0fmoreGenerations\"\xaa\x01\n" +
 	"\x14SSMStateFetchRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x14\n" +
 	"\x05layer\x18\x02 \x01(\rR\x05layer\x12!\n" +

@@ -32,7 +32,8 @@ const (
 // Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
 // server never parses it. Values are replaced as a whole and may have any size that the budget allows.
 type SSMStateClient interface {
-	// Stores one value: a header, then its bytes in order. Visible when acknowledged, as a whole.
+	// Stores values of one session: of each a header, then its bytes in order. Visible when acknowledged,
+	// all of them together.
 	// Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
 	Store(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[SSMStateStoreRequest, SSMStateStoreResponse], error)
 	// Streams values back: of each a header, then its bytes. If it is not stored, the header says so and
@@ -112,7 +113,8 @@ func (c *sSMStateClient) Drop(ctx context.Context, in *SSMStateDropRequest, opts
 // Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
 // server never parses it. Values are replaced as a whole and may have any size that the budget allows.
 type SSMStateServer interface {
-	// Stores one value: a header, then its bytes in order. Visible when acknowledged, as a whole.
+	// Stores values of one session: of each a header, then its bytes in order. Visible when acknowledged,
+	// all of them together.
 	// Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
 	Store(grpc.ClientStreamingServer[SSMStateStoreRequest, SSMStateStoreResponse]) error
 	// Streams values back: of each a header, then its bytes. If it is not stored, the header says so and

@@ -73,7 +73,7 @@ class Calls:
         progress: Progress | None,
         route: str,
         deadline: Deadline,
-        bytes_only: bool = False,
+        next_headers: Sequence[bytes] | None = None,
     ) -> bytes:
         """Sends one stream, once; returns the serialised answer.
 
@@ -89,7 +89,7 @@ class Calls:
             first_row=first_row,
             progress=progress,
             touch=watchdog.touch,
-            bytes_only=bytes_only,
+            next_headers=next_headers,
         )
         with self.connection.calling() as stubs:
             call: Any = getattr(stubs, method).future(

@@ -108,7 +108,7 @@ class Client(AttendMixin):
         self._lanes = Lanes(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
         self._routes = Routes(self._connection.everywhere)
         self.states = States(self._calls, export=export, verify=verify, bytes_max=fetch_bytes_max)
-        """Recurrent state: `states.store`, `fetch`, `fetch_all`, `drop`."""
+        """Recurrent state: `states.store`, `store_all`, `fetch`, `fetch_all`, `drop`."""
         self.attending = Attending(self._calls, self._routes)
 
     def __repr__(self) -> str:

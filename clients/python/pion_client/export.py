@@ -357,6 +357,8 @@ class ExportedStates:
         return _part_bytes(self._places, as_mlx=as_mlx)
 
     def _open(self, value: ssm.SSMStateExportResponse.Value) -> _PartPlace:
+        if not value.file_name:
+            raise CannotExport("a value lies in no file of its own")
         descriptor, header = self._files.open(value)
         info = value.info
         part = PartInfo(

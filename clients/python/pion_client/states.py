@@ -11,7 +11,7 @@ prefix's moves nothing, and whoever knows the name finds what is there.
 
 import collections
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,40 +180,90 @@ class States:
         Raises:
             As `Client.store` does.
         """
-        layer = count("layer", layer)
+        stored = self.store_all(
+            session,
+            {layer: data},
+            boundary_tokens=boundary_tokens,
+            description=description,
+            model=model,
+            durability=durability,
+            progress=progress,
+            timeout_s=timeout_s,
+        )
+        (generation,) = stored.values()
+        return generation
+
+    def store_all(
+        self,
+        session: str,
+        values: Mapping[int, Any],
+        *,
+        boundary_tokens: int = 0,
+        description: str | Mapping[int, str] = "",
+        model: str = "",
+        durability: DurabilityName = "process",
+        progress: Progress | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[int, int]:
+        """Stores the values of 1 to 1,000 layers, visible all together when this returns.
+
+        Args:
+            values: their bytes by layer.
+            description: one for all, or by layer.
+            session, boundary_tokens, model, durability, progress, timeout_s: as in `store`.
+
+        Returns:
+            Their generations by layer.
+
+        Raises:
+            As `Client.store` does.
+        """
+        if not 1 <= len(values) <= limits.NAMES_MAX:
+            raise invalid("values", f"{len(values)} where 1 to {limits.NAMES_MAX} go")
         boundary_tokens = count("boundary_tokens", boundary_tokens, limits.TOKENS_MAX)
-        try:
-            part = Part("state", layer, boundary_tokens, memoryview(data))
-            size_bytes = part.info.size_bytes
-        except (TypeError, ValueError) as error:
-            raise invalid("data", f"no contiguous bytes: {error}") from error
-        header = pb.SSMStateStoreHeader(
-            session=text("session", session),
-            layer=layer,
-            info=pb.SSMStateInfo(
-                size_bytes=size_bytes,
-                boundary_tokens=boundary_tokens,
-                description=text("description", description),
-                model_id=text("model", model),
-            ),
-            durability=durability_value(durability),
-        ).SerializeToString()
+        parts = [
+            _part(
+                count("layer", layer),
+                boundary_tokens,
+                data,
+                description if isinstance(description, str) else description.get(layer, ""),
+            )
+            for layer, data in values.items()
+        ]
+        first, *others = [
+            pb.SSMStateStoreHeader(
+                session=text("session", session),
+                layer=part.slot,
+                info=pb.SSMStateInfo(
+                    size_bytes=part.info.size_bytes,
+                    boundary_tokens=boundary_tokens,
+                    description=part.description,
+                    model_id=text("model", model),
+                ),
+                durability=durability_value(durability),
+            ).SerializeToString()
+            for part in parts
+        ]
         deadline = self._calls.stream_deadline(timeout_s)
         answer = self._calls.send_whole(
             lambda: self._calls.send(
                 "state_store",
-                header,
+                first,
                 (),
-                (part,),
+                parts,
                 first_row=0,
                 progress=progress,
                 route=by_name(session),
                 deadline=deadline,
-                bytes_only=True,
+                next_headers=others,
             ),
             deadline,
         )
-        return pb.SSMStateStoreResponse.FromString(answer).generation
+        stored = pb.SSMStateStoreResponse.FromString(answer)
+        generations = stored.generation, *stored.more_generations
+        if len(generations) != len(parts):
+            raise BadAnswer(f"{len(generations)} values were acknowledged, {len(parts)} were sent")
+        return dict(zip((part.slot for part in parts), generations, strict=True))
 
     def fetch(
         self,
@@ -282,7 +332,8 @@ class States:
         def stream(because: str) -> dict[int, State]:
             reception = StateReception(layers, bytes_max=self._bytes_max, progress=progress)
             asked = pb.SSMStateFetchRequest(session=session)
-            for _ in layers:  # one that is damaged has been taken out: asked again, it is not stored
+            # One that is damaged has been taken out: asked again, it is not stored.
+            for _ in layers:
                 with contextlib.suppress(DataCorrupt):
                     receive_whole(self._calls, "state_fetch", asked, reception, route, deadline)
                     break
@@ -311,6 +362,15 @@ class States:
             value.layer: _state(value, memory, "export", "")
             for value, memory in zip(answer.values, data, strict=True)
         }
+
+
+def _part(layer: int, boundary_tokens: int, data: Any, description: str) -> Part:
+    try:
+        view = memoryview(data)
+        flat = view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise invalid("data", f"no contiguous bytes: {error}") from error
+    return Part("state", layer, boundary_tokens, flat, text("description", description))
 
 
 def _state(

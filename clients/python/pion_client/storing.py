@@ -28,9 +28,13 @@ class Outgoing:
         first_row: int = 0,
         progress: Progress | None = None,
         touch: Callable[[], None],
-        bytes_only: bool = False,
+        next_headers: Sequence[bytes] | None = None,
     ) -> None:
-        """Takes what is to be sent; `bytes_only`: to a service that takes one value, no rows."""
+        """Takes what is to be sent.
+
+        With `next_headers` to a service that takes values and no rows, each behind a header of its own:
+        these are of those that follow the first.
+        """
         self.error: BaseException | None = None
         """What was raised while messages were made."""
         self._header = header
@@ -38,7 +42,7 @@ class Outgoing:
         self._parts = parts
         self._first_row = first_row
         self._progress = progress
-        self._bytes_only = bytes_only
+        self._next_headers = next_headers
         self._touch = touch
         self._call: Any = None
         self._bound = threading.Event()
@@ -75,12 +79,14 @@ class Outgoing:
             for array, first, count, data in rows.chunks():
                 yield frame_rows(index, array, self._first_row + first, count, data), len(data)
         for index, part in enumerate(self._parts):
+            if self._next_headers is not None and index:
+                yield frame_header(self._next_headers[index - 1]), 0
             offset = 0
             for data in _chunks_of(part.buffers):
                 framed = (
-                    frame_bytes(offset, data)
-                    if self._bytes_only
-                    else frame_part(index, offset, data)
+                    frame_part(index, offset, data)
+                    if self._next_headers is None
+                    else frame_bytes(offset, data)
                 )
                 yield framed, len(data)
                 offset += len(data)

@@ -135,8 +135,7 @@ def _state(
     as_rows = functools.partial(store, layers=contents.layers)
 
     def as_values(session: str) -> None:
-        for part in contents.parts:
-            client.states.store(session, part.slot, part.data)
+        client.states.store_all(session, {part.slot: part.data for part in contents.parts})
 
     as_parts("parts")
     as_rows("rows")

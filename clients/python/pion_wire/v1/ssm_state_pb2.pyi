@@ -55,7 +55,7 @@ Global___SSMStateInfo: _TypeAlias = SSMStateInfo  # noqa: Y015
 
 @_typing.final
 class SSMStateStoreHeader(_message.Message):
-    """The first message of a Store."""
+    """What comes before the bytes of a value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -64,11 +64,11 @@ class SSMStateStoreHeader(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     session: _builtins.str
-    """The session: 1 to 200 bytes of UTF-8, usually a namespace. Required."""
+    """The session: 1 to 200 bytes of UTF-8, usually a namespace. Required; the same for all values."""
     layer: _builtins.int
-    """The layer or cache slot."""
+    """The layer or cache slot; none twice, at most 1,000 in one Store."""
     durability: _types_pb2.Durability.ValueType
-    """What the acknowledgement shall promise."""
+    """What the acknowledgement shall promise; that of the first header counts."""
     @_builtins.property
     def info(self) -> Global___SSMStateInfo:
         """What it is; `size_bytes` is required and exact."""
@@ -129,19 +129,25 @@ class SSMStateStoreResponse(_message.Message):
 
     DURABILITY_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    MORE_GENERATIONS_FIELD_NUMBER: _builtins.int
     durability: _types_pb2.Durability.ValueType
     """What is promised."""
     generation: _builtins.int
-    """The value's generation."""
+    """The value's generation; of several, the first one's."""
+    @_builtins.property
+    def more_generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those of the others, in order."""
+
     def __init__(
         self,
         *,
         durability: _types_pb2.Durability.ValueType = ...,
         generation: _builtins.int = ...,
+        more_generations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "generation", b"generation", "more_generations", b"more_generations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,7 +64,8 @@ class SSMStateServicer(object):
     """
 
     def Store(self, request_iterator, context):
-        """Stores one value: a header, then its bytes in order. Visible when acknowledged, as a whole.
+        """Stores values of one session: of each a header, then its bytes in order. Visible when acknowledged,
+        all of them together.
         Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -36,7 +36,8 @@ class SSMStateStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SSMStateAsyncStub: ...
     Store: _grpc.StreamUnaryMultiCallable[_ssm_state_pb2.SSMStateStoreRequest, _ssm_state_pb2.SSMStateStoreResponse]
-    """Stores one value: a header, then its bytes in order. Visible when acknowledged, as a whole.
+    """Stores values of one session: of each a header, then its bytes in order. Visible when acknowledged,
+    all of them together.
     Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
     """
     Fetch: _grpc.UnaryStreamMultiCallable[_ssm_state_pb2.SSMStateFetchRequest, _ssm_state_pb2.SSMStateFetchResponse]
@@ -58,7 +59,8 @@ class SSMStateAsyncStub(SSMStateStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Store: _aio.StreamUnaryMultiCallable[_ssm_state_pb2.SSMStateStoreRequest, _ssm_state_pb2.SSMStateStoreResponse]  # type: ignore[assignment]
-    """Stores one value: a header, then its bytes in order. Visible when acknowledged, as a whole.
+    """Stores values of one session: of each a header, then its bytes in order. Visible when acknowledged,
+    all of them together.
     Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
     """
     Fetch: _aio.UnaryStreamMultiCallable[_ssm_state_pb2.SSMStateFetchRequest, _ssm_state_pb2.SSMStateFetchResponse]  # type: ignore[assignment]
@@ -83,7 +85,8 @@ class SSMStateServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_ssm_state_pb2.SSMStateStoreRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_ssm_state_pb2.SSMStateStoreResponse, _abc.Awaitable[_ssm_state_pb2.SSMStateStoreResponse]]:
-        """Stores one value: a header, then its bytes in order. Visible when acknowledged, as a whole.
+        """Stores values of one session: of each a header, then its bytes in order. Visible when acknowledged,
+        all of them together.
         Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
         """
 
