@@ -90,7 +90,9 @@ def test_a_client_of_all_nodes_misses_no_name(stored: Shelf) -> None:
 def test_what_is_asked_of_all_nodes_is_not_answered_by_one(stored: Shelf) -> None:
     table = BlockTable(64, [1, 2, 3])
     layout = Layout(tuple(TensorLayout(0, side, 1, 4, DType.F16) for side in Side))
-    names = [f"table/{number}" for number in range(12)]
+    ring = Ring(stored.keys)
+    many = [f"table/{number}" for number in range(500)]
+    names = [name for key in stored.keys for name in [n for n in many if ring.node(n) == key][:4]]
     with stored.hashing() as client:
         for name in names:
             client.register(name, layout=layout, table=table)
