@@ -8,12 +8,13 @@ A file holds the value alone, or is a segment (see `pion_wire.segment`) whose on
 programs can read it, too. Which of the two, the end of its name says.
 """
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pion_grpc.errors import Corrupt
 from pion_grpc.storage.pages import CheckedRun, OpenFile
-from pion_wire.segment import SegmentError, header_length
+from pion_wire.segment import SegmentError, check_header, header_length
 
 if TYPE_CHECKING:
     from pion_grpc.storage.catalog import Transaction
@@ -65,19 +66,22 @@ class BlobRow(NamedTuple):
         """Returns where the value is in its file.
 
         Raises:
-            Corrupt: the file does not begin as it was written.
+            Corrupt: what is around it is not what was written.
         """
         if not self.is_segment:
             return CheckedRun(file, 0, self.size, self.checksums)
+        if os.fstat(file.descriptor).st_size != self.size:
+            raise Corrupt(f"{file.path} does not have the size it was written with")
         try:
-            offset = 8 + header_length(file.read(0, 8))
+            length = header_length(file.read(0, 8))
+            check_header(file.read(8, length))
         except SegmentError as error:
             raise Corrupt(f"{file.path} is not a segment: {error}") from error
         # Behind the value there is nothing but its checksums.
-        size = self.size - offset - len(self.checksums)
-        if size < 0:
-            raise Corrupt(f"{file.path} is shorter than its header says")
-        return CheckedRun(file, offset, size, self.checksums)
+        offset, end = 8 + length, self.size - len(self.checksums)
+        if file.read(end, len(self.checksums)) != self.checksums:
+            raise Corrupt(f"{file.path} has other checksums than it was written with")
+        return CheckedRun(file, offset, end - offset, self.checksums)
 
 
 class Blobs:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from crc32c import crc32c
 
+from pion_grpc.core.checkup import check_directory
 from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import InvalidRequest
 from pion_grpc.storage.states import States
@@ -380,20 +381,47 @@ def test_a_leased_session_is_not_evicted_though_it_was_used_least(
         states.export("", "leased", [1], 60_001)
 
 
-@pytest.mark.parametrize("length", [0, 1, 100, 1 << 40])
-def test_a_damaged_header_of_a_state_is_a_miss_and_no_other_bytes(
-    start_resp: Callable[..., Resp], length: int
+def flipped(offset: int) -> Callable[[bytearray], None]:
+    def damage(content: bytearray) -> None:
+        content[offset] ^= 1
+
+    return damage
+
+
+def of_length(length: int) -> Callable[[bytearray], None]:
+    def damage(content: bytearray) -> None:
+        content[:8] = length.to_bytes(8, "little")
+
+    return damage
+
+
+@pytest.mark.parametrize("size", [0, 100_000])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(of_length(length) for length in (0, 1, 100, 1 << 20, 1 << 40)),
+        *(flipped(offset) for offset in (0, 8, 45, 200, -300, -1)),
+        lambda content: content.clear(),
+        lambda content: content.pop(),
+        lambda content: content.append(0),
+    ],
+)
+def test_whatever_changes_in_the_file_of_a_state_it_is_a_miss_and_no_other_bytes(
+    start_resp: Callable[..., Resp], damage: Callable[[bytearray], object], size: int
 ) -> None:
     resp = start_resp()
-    for layer, value in enumerate((b"", bytes(100_000))):
-        RecurrentStates(resp.store).store("", "s", layer, value)
-    for path in resp.store.directory.blobs.iterdir():
-        with path.open("r+b") as file:
-            file.write(length.to_bytes(8, "little"))
+    RecurrentStates(resp.store).store("", "s", 0, bytes(size))
+    (path,) = resp.store.directory.blobs.iterdir()
+    assert check_directory(resp.store.directory.path).damaged == []
+    content = bytearray(path.read_bytes())
+    damage(content)
+    path.write_bytes(content)
+    (found,) = check_directory(resp.store.directory.path).damaged
+    assert (found.kind, found.name) == ("value", resp.store.directory.name_of(path))
     wire = resp.connect()
-    for layer in (0, 1):
-        assert wire("SSM.PREFIX.FETCH", "s", layer).text.startswith("ERR ")
-        assert wire("SSM.PREFIX.FETCH", "s", layer) is None
+    assert wire("SSM.PREFIX.FETCH", "s", 0).text.startswith("ERR ")
+    assert wire("SSM.PREFIX.FETCH", "s", 0) is None
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("what", ["short", "long", "order", "checksum", "name", "no header"])

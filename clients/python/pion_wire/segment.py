@@ -156,6 +156,18 @@ def header_length(first_bytes: bytes) -> int:
     return int(length)
 
 
+def check_header(text: bytes) -> None:
+    """Looks whether the JSON of a header has changed, whatever it says.
+
+    Raises:
+        SegmentError: it has.
+    """
+    told = text[_CHECKSUM_BEGIN:_CHECKSUM_END]
+    blank = text[:_CHECKSUM_BEGIN] + _NO_CHECKSUM.encode() + text[_CHECKSUM_END:]
+    if told != f"{crc32c(blank):08x}".encode():
+        raise SegmentError("the header is not what was written: it has changed")
+
+
 def parse_header(text: bytes) -> SegmentLayout:
     """Takes the JSON of a header apart, and checks it against what it describes.
 
