@@ -50,7 +50,7 @@ def tensor(data: Buffer, heads: int, dim: int, field: str, rows: int | None = No
     size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
     row_bytes = heads * dim * 4
     _require(row_bytes <= ROW_BYTES_MAX, field, "heads and dim are larger than any memory")
-    _require(size % row_bytes == 0, field, f"{size} bytes are no multiple of {row_bytes}")
+    _require(size % row_bytes == 0, field, f"{size} bytes are not a multiple of {row_bytes}")
     got = size // row_bytes
     if rows is not None:
         _require(got == rows, field, f"{size} bytes given, {rows * row_bytes} expected")
@@ -76,7 +76,7 @@ def check(query: Query, resident: Resident) -> None:
     _require(
         heads > 0 and heads % resident.heads == 0,
         "q",
-        f"{heads} heads are no multiple of the stored {resident.heads}",
+        f"{heads} heads are not a multiple of the stored {resident.heads}",
     )
     _require(len(query.head_map) in (0, heads), "head_map", f"must have 0 or {heads} entries")
     _require(

@@ -108,7 +108,7 @@ def _no_catalogue(path: Path) -> CannotStart:
     if any(path.glob("segments/*")):
         makes = f"{rebuild_command(path)} makes one from its segments"
         return CannotStart(f"{path} cannot be checked: {problem}; {makes}")
-    return CannotStart(f"{path} is no data directory: {problem}")
+    return CannotStart(f"{path} is not a data directory: {problem}")
 
 
 def _damaged_prefixes(

@@ -116,17 +116,15 @@ def rebuild(
         files: the file layer.
 
     Raises:
-        CannotStart: it is no data directory, a server runs on it, it has a catalogue that names what
+        CannotStart: it is not a data directory, a server runs on it, it has a catalogue that names what
             is stored, or something in it cannot be read or moved.
         DiskFull: there is no room for a catalogue. Run it again when there is.
     """
     if tenant and not TENANT_NAME.fullmatch(tenant):
-        raise CannotStart(
-            f"{tenant!r} is no tenant's name: 1 to 64 letters, digits, - and _ are allowed"
-        )
+        raise CannotStart(f"{tenant!r} is not a tenant's name: 1 to 64 letters, digits, - and _")
     path = path.expanduser().resolve()
     if not (path / "segments").is_dir() and not (path / "catalog.db").exists():
-        raise CannotStart(f"{path} is no data directory: there are no segments in it")
+        raise CannotStart(f"{path} is not a data directory: there are no segments in it")
     directory = DataDirectory(path, exclusive=True)
     try:
         return _Rebuild(directory, tenant, progress, files or Files()).run()
@@ -258,7 +256,7 @@ class _Rebuild:
         if path.suffix == ".tmp":
             raise _NotAdopted("was never finished")
         if path.is_symlink() or not path.is_file():
-            raise _NotAdopted("is no regular file")
+            raise _NotAdopted("is not a regular file")
         segment = _read_header(path)
         name = segment.namespace
         if not name:

@@ -348,7 +348,7 @@ def check_model_id(model_id: str) -> None:
 def check_token_ids(token_ids: bytes) -> None:
     """Raises InvalidRequest unless `token_ids` are at most a million u32."""
     if len(token_ids) % 4:
-        raise InvalidRequest("token_ids", f"{len(token_ids)} bytes are no sequence of u32")
+        raise InvalidRequest("token_ids", f"{len(token_ids)} bytes are not a sequence of u32")
     if len(token_ids) > 4 * limits.TOKENS_MAX:
         raise InvalidRequest(
             "token_ids",

@@ -1,7 +1,7 @@
 """The one table from domain errors to gRPC: code, and the rich status that carries the reason.
 
 Whatever leaves a handler passes `problem_of`; what is not a `PionError` is logged there, once, with its
-traceback, and leaves as INTERNAL without a word of it.
+traceback, and leaves as INTERNAL with nothing of it in the message.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def error_status(error: PionError) -> status_pb2.Status:
 
 
 def problem_of(error: Exception, method: str) -> PionError:
-    """Returns the domain error that the peer is told; what is none is logged, here and only here."""
+    """Returns the domain error to tell the peer; any other exception is logged, here and only here."""
     if isinstance(error, PionError):
         return error
     if isinstance(error, LayoutError):

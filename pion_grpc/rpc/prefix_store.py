@@ -370,7 +370,7 @@ class PrefixStoreService:
     ) -> Iterator[pb.PrefixStoreReadRowsResponse]:
         """Reads scattered rows."""
         if len(request.rows) % 4:
-            raise InvalidRequest("rows", f"{len(request.rows)} bytes are no sequence of u32")
+            raise InvalidRequest("rows", f"{len(request.rows)} bytes are not a sequence of u32")
         rows = np.frombuffer(request.rows, dtype="<u4")
         side = _side(request.side)
         found = self._store.read_rows(call.tenant, request.namespace, request.slot, side, rows)

@@ -54,7 +54,7 @@ def write_snapshot(
         OSError: it cannot be written, would replace something, or have more than `bytes_max` bytes.
     """
     if os.path.lexists(target) and not (target.is_file() and is_snapshot(target)):
-        raise FileExistsError(f"{target.name} exists, and is no snapshot")
+        raise FileExistsError(f"{target.name} exists and is not a snapshot")
     # Beginning with the instance, so that whoever cleans up after this process knows it.
     with tempfile.TemporaryDirectory(
         prefix=f"{directory.instance}-snapshot-", dir=directory.run, ignore_cleanup_errors=True
@@ -92,10 +92,10 @@ def restore_snapshot(snapshot: Path, directory: Path) -> None:
     """Makes a data directory of a snapshot, or leaves it as it was.
 
     Raises:
-        CannotStart: it is none, it is damaged, it cannot be unpacked, or the directory is not empty.
+        CannotStart: it is not a snapshot, is damaged, cannot be unpacked, or the directory is not empty.
     """
     if not is_snapshot(snapshot):
-        raise CannotStart(f"{snapshot} is no snapshot")
+        raise CannotStart(f"{snapshot} is not a snapshot")
     # Inside, because a directory that something is mounted on cannot be renamed.
     scratch = directory / "unfinished-import"
     try:

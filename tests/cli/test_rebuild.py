@@ -362,6 +362,6 @@ def test_a_directory_of_something_else_is_left_alone(run: Run, tmp_path: Path):
     for directory in (tmp_path, tmp_path / "none"):
         ran = run("rebuild", "--data", directory)
         assert (ran.status, ran.out) == (1, "")
-        assert "is no data directory" in ran.err
+        assert "is not a data directory" in ran.err
     assert run("rebuild").status == 2
     assert list(tmp_path.iterdir()) == []

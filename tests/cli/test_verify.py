@@ -299,7 +299,7 @@ def test_a_directory_without_a_catalogue_is_not_called_sound(run: Run, tmp_path:
     for directory in (tmp_path, tmp_path / "none"):
         ran = run("verify", "--data", directory)
         assert (ran.status, ran.out) == (1, "")
-        assert "is no data directory" in ran.err
+        assert "is not a data directory" in ran.err
     assert list(tmp_path.iterdir()) == []
 
 

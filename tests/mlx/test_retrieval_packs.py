@@ -175,7 +175,7 @@ def test_more_packs_than_agreed_are_refused(retrieval):
 def test_a_pack_of_another_stub_is_not_used(retrieval, model):
     retrieval.set_shared_stub([*STUB, 1])
     assert not retrieval.has_pack("p0")
-    with pytest.raises(KeyError, match="ingest_pack it behind this stub"):
+    with pytest.raises(KeyError, match="ingest_pack it after this stub"):
         retrieval.prepare_multi(["p0"], SUFFIX)
     retrieval.ingest_pack("p0", PACKS["p0"])
     cache, rest = retrieval.prepare_multi(["p0"], SUFFIX)
@@ -265,8 +265,8 @@ BETA = {
 REFUSED = {
     "interleaved": ("llama", {"rope_traditional": True}, "interleaved RoPE"),
     "linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "scaled by 0.5"),
-    "llama3": ("llama", {"rope_scaling": LLAMA3}, "Llama3RoPE is no plain RoPE"),
-    "yarn": ("llama", {"rope_scaling": YARN}, "YarnRoPE is no plain RoPE"),
+    "llama3": ("llama", {"rope_scaling": LLAMA3}, "Llama3RoPE is not a plain RoPE"),
+    "yarn": ("llama", {"rope_scaling": YARN}, "YarnRoPE is not a plain RoPE"),
     "latent": ("deepseek_v3", {}, "interleaved RoPE|no rows to move"),
     "scaled attention": ("ministral3", {**SCALED, "rope_parameters": BETA}, "scaling_beta"),
     "window": ("gemma3_text", {}, "RotatingKVCache: it has no rows to move"),

@@ -274,7 +274,7 @@ def test_packs_from_the_server_do_not_compose_to_another_prompt(model, client):
         assert np.abs(logits(cache) - wanted).max() < 1e-4
         stats = second.stats()["prompt_cache"]
         assert (stats["hits"], stats["tokens_prefilled"]) == (3, 0)
-        with pytest.raises(KeyError, match="ingest_pack it behind this stub"):
+        with pytest.raises(KeyError, match="ingest_pack it after this stub"):
             second.prepare_multi(["3"], SUFFIX)
 
 

@@ -397,7 +397,7 @@ def test_what_is_no_snapshot_makes_no_directory(short_tmp: Path) -> None:
 
     other = short_tmp / "other"
     other.write_bytes(os.urandom(10_000))
-    with pytest.raises(CannotStart, match="no snapshot"):
+    with pytest.raises(CannotStart, match="not a snapshot"):
         restore_snapshot(other, short_tmp / "fresh")
     for name in ("../evil", "/evil", "segments/../../evil", "host-token", "segments/.."):
         hostile = short_tmp / "hostile"

@@ -76,12 +76,12 @@ def layout(message: types_pb2.Layout) -> Layout:
     """Returns the layout.
 
     Raises:
-        BadAnswer: it is none that this client knows.
+        BadAnswer: it is not a layout that this client knows.
     """
     try:
         return layout_from_message(message)
     except LayoutError as error:
-        raise BadAnswer(f"the server answered with a layout that is none: {error}") from error
+        raise BadAnswer(f"the server answered with a layout that is not valid: {error}") from error
 
 
 def prefix_info(message: pb.PrefixInfo) -> PrefixInfo:

@@ -34,14 +34,14 @@ def text(field: str, value: str) -> str:
     """Returns a text that can be sent.
 
     Raises:
-        InvalidRequest: it is no text, or has no UTF-8, because of a surrogate that stands alone.
+        InvalidRequest: it is not a text, or cannot be UTF-8 because of a lone surrogate.
     """
     if not isinstance(value, str):
-        raise invalid(field, f"{value!r} is no text")
+        raise invalid(field, f"{value!r} is not a text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise invalid(field, f"{value!r} has no UTF-8") from error
+        raise invalid(field, f"{value!r} cannot be written as UTF-8") from error
     return value
 
 
@@ -49,12 +49,12 @@ def count(field: str, value: int, most: int = U32_MAX) -> int:
     """Returns a number that can be sent.
 
     Raises:
-        InvalidRequest: it is no whole number, below 0, or too large for its field.
+        InvalidRequest: it is not a whole number, is below 0, or is too large for its field.
     """
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise invalid(field, f"{value!r} is no whole number") from error
+        raise invalid(field, f"{value!r} is not a whole number") from error
     if not 0 <= number <= most:
         raise invalid(field, f"{number} is outside 0..{most}")
     return number

@@ -182,7 +182,9 @@ class Attending:
         if not request.log_sum_exp:
             return Answer(out, None)
         if len(message.log_sum_exp) * head_dim != len(message.data):
-            raise BadAnswer(f"{len(message.log_sum_exp)} bytes are no log-sum-exp of this answer")
+            raise BadAnswer(
+                f"{len(message.log_sum_exp)} bytes are not the log-sum-exps of this answer"
+            )
         return Answer(out, np.frombuffer(message.log_sum_exp, "<f4").reshape(heads, -1))
 
     def _exchange(

@@ -110,7 +110,7 @@ class Expected(NamedTuple):
         return next((need for need in self.needs if (need.kind, need.slot) not in there), None)
 
     def later(self, parts: Sequence[PartInfo], tokens: int) -> int:
-        """Returns the first boundary behind so many tokens whose parts can be brought back to them.
+        """Returns the first boundary after this many tokens whose parts can be brought back to them.
 
         A ring that has not wrapped still has every row; recurrent state never has what it was. 0 if
         there is no such boundary.

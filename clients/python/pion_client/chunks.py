@@ -128,7 +128,7 @@ class Backend(Protocol):
 
 def unknown(key: Key) -> KeyError:
     """Returns the error of a chunk that nobody knows."""
-    how = "ingest_pack it behind this stub" if key.stub else "ingest it"
+    how = "ingest_pack it after this stub" if key.stub else "ingest it"
     return KeyError(f"{key.chunk_id!r} is not known for this model: {how} first")
 
 
@@ -343,12 +343,12 @@ def _digest(data: bytes, digits: int) -> str:
 
 
 def _read(path: Path) -> bytes:
-    """Returns what is in a file. Raises OSError for what is none: a pipe has nobody who writes."""
+    """Returns the content of a file. Raises OSError if it is not one: a pipe may never have a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size > ENTRY_BYTES_MAX:
-            raise OSError(f"{path} is no entry of a manifest")
+            raise OSError(f"{path} is not an entry of a manifest")
         return file.read(ENTRY_BYTES_MAX)
 
 

@@ -4,7 +4,7 @@ Knows parameters and arguments of a loaded mlx-lm model; neither caches nor serv
 not part of it: K/V depend on token ids.
 
 The format, `mlx1:` and the first 32 hex digits of SHA-256 over these bytes (integers little-endian,
-text UTF-8, text and JSON behind their length as u32)::
+text UTF-8, text and JSON after their length as u32)::
 
     u32   number of parameters
     then for each, sorted by the bytes of its name:

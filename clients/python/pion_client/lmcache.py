@@ -67,7 +67,7 @@ class PionStore(_Connected):
         options: of the client, such as `tenant` and `password`.
 
     Raises:
-        ValueError: `vquant` is no codec.
+        ValueError: `vquant` is not a codec.
     """
 
     redirect_count = 0
@@ -98,7 +98,7 @@ class PionStore(_Connected):
         """Declares a namespace before it has rows; one that is like this already stays as it is.
 
         Args:
-            namespace: its name, behind `tenant_prefix`.
+            namespace: its name, without `tenant_prefix`.
             kv_dim: values in a row.
             vquant: instead of the store's.
 
@@ -176,7 +176,7 @@ class PionStore(_Connected):
             NotStored: none of the rows exists.
         """
         if token_end <= token_start:
-            raise ValueError(f"rows {token_start} to {token_end} are none")
+            raise ValueError(f"there are no rows from {token_start} to {token_end}")
         numbers = np.arange(token_start, token_end)
         found = []
         for first in range(0, len(numbers), READ_ROWS_MAX):

@@ -1,7 +1,7 @@
 """What is exact at one token only, as a part: bytes with a description, and back.
 
-The bytes of a part are its arrays behind each other, in order, each row-major and little-endian, with
-nothing between them. Its description is JSON:
+The bytes of a part are its arrays one after another, each row-major and little-endian, with nothing
+between them. Its description is JSON:
 
     {"v": 1, "class": "RotatingKVCache", "numbers": {"offset": 40, ...},
      "arrays": [["F32", [1, 2, 40, 16]], null]}
@@ -108,7 +108,7 @@ def described(text: str) -> Described:
     """Returns what a received description says; a part need not have been fetched for it.
 
     Raises:
-        PartMismatch: it is none.
+        PartMismatch: it does not describe a part.
     """
     try:
         found = json.loads(text)

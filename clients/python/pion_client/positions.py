@@ -14,8 +14,8 @@ with its reason, from the classes of its caches and rotations, and from argument
 grows with the position. Then a few tokens are run twice, at two places, and what the formula makes of
 the first run's keys is compared with the second's, layer by layer, and so are the logits: positions
 that enter anywhere else (learned ones, scaled attention, a key of which another share is turned) show
-as a difference, in architectures too that nobody has thought of here. What begins to scale behind so
-many tokens shows only there: whoever moves keys further asks again, there (`Reach`).
+as a difference, even in architectures that nobody has thought of here. Scaling that begins only after
+many tokens shows only there, so a model is probed again before keys are moved further (`Reach`).
 """
 
 import dataclasses
@@ -115,7 +115,7 @@ class Reach:
         self._end = PROBE_SHIFT
 
     def extend(self, end: int) -> None:
-        """Has a look at the model behind a position, unless it has been looked at there or further.
+        """Probes the model beyond a position, unless it has been probed there or further on.
 
         Raises:
             PositionsFixed: keys cannot be moved so far.
@@ -145,7 +145,7 @@ def _rotation(index: int, layer: Any) -> Rotation:
         if (name := type(module).__name__).lower().endswith(("rope", "nope")) and name != "RoPE"
     }
     if others:
-        raise PositionsFixed(f"layer {index}: {', '.join(sorted(others))} is no plain RoPE")
+        raise PositionsFixed(f"layer {index}: {', '.join(sorted(others))} is not a plain RoPE")
     if len(plain) != 1:
         raise PositionsFixed(f"layer {index}: {len(plain)} rotary embeddings where 1 is needed")
     rope: Any = plain[0]

@@ -24,7 +24,7 @@ class Quantised(NamedTuple):
     """Layers at both ends whose V is raw as well."""
 
     def check(self) -> None:
-        """Raises ValueError for what is no codec, or no number of layers."""
+        """Raises ValueError if the codec does not exist, or the number of layers is below 0."""
         try:
             codecs.parse(self.vquant)
         except ValueError as error:

@@ -1,24 +1,24 @@
 """Retrieved chunks whose prefill is done once: `HybridRetrievalCache`.
 
 Knows chunks by their ids, and mlx-lm's models and caches; not how anything is retrieved, nor any text.
-Everything is token ids: what is put one behind the other is tokens, never strings, because the tokens of
-two texts are not those of both together.
+Everything is token ids: tokens are joined, never strings, because the tokens of two texts are not those
+of both together.
 
 A *chunk* begins a prompt: its cache is continued with the tokens that follow it. A *pack* is computed
-behind a stub that all packs share; several of them follow one another behind one stub, in any order,
-each with its keys moved to where it stands (`positions`). What packs cannot have is attention to each
-other: where two nearly say the same the model mixes them up, as it would not in one long prompt, so few
-large packs answer better than many small ones.
+after a stub that all packs share; several of them can follow one stub, in any order, each with its keys
+moved to its position (`positions`). Packs do not attend to each other: where two say nearly the same,
+the model mixes them up more easily than in one long prompt, so a few large packs answer better than
+many small ones.
 
-Two backends keep them. `inproc` holds caches in this process, of any class, with every bit they had; it
-needs no server and does not load gRPC. `pion` keeps them on a server, through `PionPromptCache`: other
+Two backends keep them. `inproc` holds caches of any class in this process, bit for bit; it needs no
+server and does not load gRPC. `pion` keeps them on a server, through `PionPromptCache`, where other
 processes find them, and so does this one after a restart.
 
-The one decision: a chunk is known by its tokens, and what the model made of them is only kept. Whatever
-cache is found under a key is compared with them and, where it is missing, of other tokens or out of
-reach, computed once more. So memory is bounded without a chunk being lost, a server may only save time,
-and a chunk that is replaced is replaced whole. The key is the chunk's id and the model's id (and the
-stub's tokens): another model, or this one with other weights, has chunks of its own.
+The one decision: a chunk is its tokens; what the model made of them is only kept to save time. A cache
+found under a key is compared with the tokens, and computed again if it is missing, has other tokens or
+is out of reach. So memory is bounded without losing a chunk, a missing server costs only time, and a
+chunk is always replaced as a whole. The key is the chunk's id and the model's id (and the stub's
+tokens): another model, or this one with other weights, has its own chunks.
 """
 
 import copy
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["HybridRetrievalCache", "Ingested", "PositionsFixed"]
 
 PACKS_MAX = 8
-"""Packs behind one stub, unless the caller says otherwise."""
+"""Packs after one stub, unless the caller says otherwise."""
 MEMORY_BYTES_MAX = 4 << 30
 PREFILL_STEP = 2048
 """Tokens per forward pass: mlx-lm's `prefill_step_size`, so that prefills are split as its own are."""
@@ -164,39 +164,39 @@ class HybridRetrievalCache:
     # Chunks
 
     def ingest(self, chunk_id: str, chunk_ids: Sequence[int]) -> Ingested:
-        """Has the cache of a chunk computed and kept; does nothing if it is there already.
+        """Computes and keeps the cache of a chunk; does nothing if it is there already.
 
-        Other tokens under the same id take the place of the former ones, as a whole.
+        Other tokens under the same id replace the former ones as a whole.
 
         Args:
             chunk_id: any text.
-            chunk_ids: its token ids, at least one; they begin the prompt, so with the token that
+            chunk_ids: its token ids, at least one. They begin the prompt, so include the token that
                 begins one, if the model wants it.
 
         Raises:
-            ValueError: there are no token ids, they are none, or none of this model.
+            ValueError: there are no token ids, or the model does not have one of them.
         """
         return self._ingested(
             self._key(chunk_id), self._vocabulary.packed(chunk_ids), self._computed
         )
 
     def has(self, chunk_id: str) -> bool:
-        """Whether `prepare` knows this chunk, for this model; False too if only a silent server does."""
+        """Whether `prepare` knows this chunk for this model; False if only a silent server knows it."""
         return self._has(self._key(chunk_id))
 
     def prepare(self, chunk_id: str, suffix_ids: Sequence[int]) -> tuple[Cache, list[int]]:
         """Returns a cache of a chunk, and the tokens to run on it: those that follow the chunk.
 
-        The cache is the caller's: what is appended to it changes nothing that is kept. Running the
-        tokens on it is what a prefill of both in two pieces is, to the bit.
+        The cache is the caller's: appending to it changes nothing that is kept. Running the tokens on it
+        gives exactly the bits of a prefill in these two pieces.
 
         Args:
-            chunk_id: which.
+            chunk_id: which chunk.
             suffix_ids: what follows, at least one token, encoded without the one that begins a prompt.
 
         Raises:
             KeyError: the chunk was never ingested for this model, or has been evicted.
-            ValueError: there are no suffix ids, or they are none.
+            ValueError: there are no suffix ids, or the model does not have one of them.
             PionError: only the server can know the chunk, and it is out of reach.
         """
         rest = blocks.unpack_token_ids(self._vocabulary.packed(suffix_ids))
@@ -207,7 +207,7 @@ class HybridRetrievalCache:
     def evict(self, chunk_id: str) -> bool:
         """Forgets a chunk and its packs, here and on the server; says whether there was anything.
 
-        What another process has in a manifest of its own it still knows, and computes again.
+        A process that has the chunk in its own manifest still knows it, and computes it again.
 
         Raises:
             PionError: the server is out of reach; nothing is forgotten here either.
@@ -221,52 +221,52 @@ class HybridRetrievalCache:
     # Packs
 
     def set_shared_stub(self, stub_ids: Sequence[int]) -> None:
-        """Says which tokens every composition begins with, such as the instructions.
+        """Sets the tokens that every composition begins with, such as the instructions.
 
-        Packs ingested behind another stub stay what they are, and are not used behind this one.
+        Packs ingested after another stub are kept, but not used after this one.
 
         Raises:
             PositionsFixed: keys of this model cannot be moved (interleaved or scaled RoPE, a sliding
                 window, recurrent state, …).
-            ValueError: there are no token ids, they are none, or none of this model.
+            ValueError: there are no token ids, or the model does not have one of them.
         """
         self._stub = self._made_stub(self._vocabulary.packed(stub_ids))
 
     def ingest_pack(self, chunk_id: str, chunk_ids: Sequence[int]) -> Ingested:
-        """Has a chunk computed behind the stub, for `prepare_multi`; otherwise as `ingest`.
+        """Computes a chunk after the stub, for `prepare_multi`; otherwise like `ingest`.
 
         Args:
-            chunk_id: any text; the pack is another one than the chunk of the same id.
+            chunk_id: any text; the pack is independent of the chunk with the same id.
             chunk_ids: its token ids, encoded without the one that begins a prompt.
 
         Raises:
             RuntimeError: there is no stub yet.
-            ValueError: there are no token ids, they are none, or none of this model.
+            ValueError: there are no token ids, or the model does not have one of them.
         """
         stub = self._current_stub()
         key = self._pack_key(chunk_id, stub)
-        return self._ingested(key, self._vocabulary.packed(chunk_ids), self._computed_behind(stub))
+        return self._ingested(key, self._vocabulary.packed(chunk_ids), self._computed_after(stub))
 
     def has_pack(self, chunk_id: str) -> bool:
-        """Whether `prepare_multi` knows this chunk behind the present stub; otherwise as `has`."""
+        """Whether `prepare_multi` knows this chunk after the present stub; otherwise like `has`."""
         return self._has(self._pack_key(chunk_id, self._current_stub()))
 
     def prepare_multi(
         self, chunk_ids: Sequence[str], suffix_ids: Sequence[int], *, max_packs: int = PACKS_MAX
     ) -> tuple[Cache, list[int]]:
-        """Returns a cache of the stub and these packs behind it, in this order, and the rest to run.
+        """Returns a cache of the stub followed by these packs, in this order, and the rest to run.
 
-        The first pack's rows are used as they are; the keys of the others are moved behind those
-        before them. Packs do not attend to each other.
+        The first pack's rows are used as they are; the keys of each other pack are moved to follow the
+        pack before it. Packs do not attend to each other.
 
         Args:
             chunk_ids: which packs, at least one.
             suffix_ids: what follows them, at least one token.
-            max_packs: more are refused: with many small packs the answers get worse.
+            max_packs: more are refused, because answers get worse with many small packs.
 
         Raises:
             RuntimeError: there is no stub yet.
-            KeyError: a pack was never ingested behind this stub, or has been evicted.
+            KeyError: a pack was never ingested after this stub, or has been evicted.
             ValueError: there are no packs, or too many, or no suffix ids.
             PositionsFixed: keys of this model cannot be moved so far.
             PionError: only the server can know a pack, and it is out of reach.
@@ -275,7 +275,7 @@ class HybridRetrievalCache:
             raise ValueError(f"a list of 1 to {max_packs} packs is needed, not {chunk_ids!r}")
         rest = blocks.unpack_token_ids(self._vocabulary.packed(suffix_ids))
         stub = self._current_stub()
-        compute = self._computed_behind(stub)
+        compute = self._computed_after(stub)
         packs = [self._cache(self._pack_key(name, stub), compute) for name in chunk_ids]
         count = len(stub.token_ids) // 4 + sum(pack[0].offset for pack in packs)
         stub.reach.extend(count + len(rest))
@@ -350,7 +350,7 @@ class HybridRetrievalCache:
 
     def _current_stub(self) -> Stub:
         if self._stub is None:
-            raise RuntimeError("packs stand behind a stub: call set_shared_stub first")
+            raise RuntimeError("packs follow a stub: call set_shared_stub first")
         if self._stub.model_id != self._identity():  # it has other weights now
             self._stub = self._made_stub(self._stub.token_ids)
         return self._stub
@@ -365,7 +365,7 @@ class HybridRetrievalCache:
     def _computed(self, token_ids: bytes) -> Cache:
         return compact(self._prefilled(self._make_cache(self._model), token_ids))
 
-    def _computed_behind(self, stub: Stub) -> Compute:
+    def _computed_after(self, stub: Stub) -> Compute:
         def compute(token_ids: bytes) -> Cache:
             cache = self._prefilled(copy.deepcopy(stub.cache), token_ids)
             return compact(cache, len(stub.token_ids) // 4)
@@ -382,7 +382,7 @@ class HybridRetrievalCache:
 
 
 def _composed(cache: Cache, stub: Stub, packs: Sequence[Cache]) -> Cache:
-    """Fills an empty cache with the stub's rows and, behind them, those of the packs; all compact."""
+    """Fills an empty cache with the rows of the stub and then those of the packs; all compact."""
     for slot, (mine, rotation) in enumerate(zip(cache, stub.rotations, strict=True)):
         keys, values = [stub.cache[slot].keys], [stub.cache[slot].values]
         delta = 0

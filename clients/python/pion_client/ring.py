@@ -27,10 +27,10 @@ class Ring:
 
     Args:
         nodes: their names, which are their addresses where nothing else was agreed; all of them.
-        down: those that have no place on it now; if that is all of them, they all have.
+        down: those that have no place on it now; if that is all of them, none is left out.
 
     Raises:
-        ValueError: there are none, or two of the same name.
+        ValueError: there are no nodes, or two of the same name.
     """
 
     def __init__(self, nodes: Sequence[str], *, down: Collection[str] = ()) -> None:

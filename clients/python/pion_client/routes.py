@@ -1,7 +1,8 @@
 """Which node of a mesh was asked about a name, so that the same one is asked again.
 
-Of a name that nobody here has asked about only its own route is known. It is the right one if the prefix
-was stored without token ids; else, where a client reaches every node by itself, it asks all of them.
+For a name that this client has not asked about, only the route of the name itself is known. It is the
+right one if the prefix was stored without token ids; otherwise a client that reaches every node by
+itself asks all of them.
 """
 
 import collections
@@ -10,11 +11,11 @@ import threading
 ROUTES_MAX = 50_000
 """Names that are remembered, 300 bytes each; and as many leases, which displace no name."""
 ROUTE_CHARACTERS_MAX = 200
-"""What is longer is no name; the server says so, if its route fits into the call's metadata."""
+"""A longer name is not valid. The server says so, provided that its route fits into the metadata."""
 
 
 class Routes:
-    """Which node was asked about a name or a lease, so that the same one is asked again.
+    """The newest routes by name and by lease.
 
     Args:
         everywhere: a route to each node, where the client knows them.
@@ -27,7 +28,7 @@ class Routes:
         self._leases: collections.OrderedDict[str | bytes, str] = collections.OrderedDict()
 
     def remember(self, key: str | bytes, route: str) -> None:
-        """Remembers the newest."""
+        """Remembers a route, and forgets the oldest if there are too many."""
         with self._lock:
             routes = self._of_kind(key)
             routes[key] = route
@@ -36,13 +37,13 @@ class Routes:
                 routes.popitem(last=False)
 
     def of(self, key: str | bytes) -> str:
-        """Returns the route; of what is not known, the name itself."""
+        """Returns the route; if it is not known, the name itself."""
         with self._lock:
             known = self._of_kind(key).get(key)
         return known or by_name(key.hex() if isinstance(key, bytes) else key)
 
     def where(self, key: str | bytes) -> tuple[str, ...]:
-        """Returns the routes to try, one after the other: all nodes, if it is not known."""
+        """Returns the routes to try, one after another: all nodes if the route is not known."""
         with self._lock:
             known = key in self._of_kind(key)
         return (self.of(key),) if known else (self.of(key), *self.everywhere)
@@ -52,5 +53,5 @@ class Routes:
 
 
 def by_name(name: str) -> str:
-    """Returns the route of what is known by its name alone."""
+    """Returns the route of something that is known by its name alone."""
     return name[:ROUTE_CHARACTERS_MAX]

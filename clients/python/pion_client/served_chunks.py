@@ -100,7 +100,7 @@ class Served:
             return Kept(computed, replaced, kept=False)
 
     def cache(self, key: Key, known: Known | None, compute: Compute) -> tuple[Cache, Known]:
-        """Fetches it; or computes it, and has it stored behind the caller.
+        """Fetches it; or computes it, and has it stored in the background.
 
         Raises:
             KeyError: nobody knows its tokens.
@@ -184,7 +184,7 @@ class Served:
         return fetched.packed_token_ids if fetched else b""
 
     def _belongs(self, token_ids: bytes, key: Key) -> bool:
-        """Whether these can be the tokens of a key: behind its stub, more than that, and the model's."""
+        """Whether these can be the tokens of a key: its stub and more, and all of the model's."""
         return (
             len(token_ids) % 4 == 0
             and len(token_ids) > len(key.stub)

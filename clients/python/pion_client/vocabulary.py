@@ -39,10 +39,10 @@ class Vocabulary:
             token_ids: at least one: a list, a NumPy or an MLX array.
 
         Raises:
-            ValueError: there are none, they are no token ids, or the model does not have one of them.
+            ValueError: there are none, they are not token ids, or the model does not have one of them.
         """
         if isinstance(token_ids, str | bytes):
-            raise ValueError("token ids are needed, not a text: encode it first")
+            raise ValueError("token ids are needed, not text: encode it first")
         packed = blocks.pack_token_ids(np.asarray(token_ids))
         if not packed:
             raise ValueError("there are no token ids")
@@ -51,5 +51,5 @@ class Vocabulary:
         return packed
 
     def has(self, packed: bytes) -> bool:
-        """Whether packed ids are some, and all of this model."""
+        """Whether there are packed ids, and the model has all of them."""
         return bool(packed) and int(np.frombuffer(packed, "<u4").max()) < self.size

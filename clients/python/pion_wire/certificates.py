@@ -48,7 +48,7 @@ class CertificateFiles(NamedTuple):
                 context.load_cert_chain(self.cert, self.key, password=_no_password)
             except (OSError, ValueError) as error:  # SSLError is an OSError
                 raise ValueError(
-                    f"{self.cert} is no certificate with the key {self.key}: {error}"
+                    f"{self.cert} is not a certificate for the key {self.key}: {error}"
                 ) from error
         return pem
 

@@ -230,13 +230,13 @@ def _part(kind: Any, slot: Any, boundary: Any, size: Any, description: Any) -> P
 def _number(value: Any, most: int) -> int:
     """Refuses what would make offsets run backwards, or sizes absurd."""
     if type(value) is not int or not 0 <= value <= most:
-        raise SegmentError(f"{value!r} is no number of 0 to {most}")
+        raise SegmentError(f"{value!r} is not a number from 0 to {most}")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise SegmentError(f"{value!r} is no text")
+        raise SegmentError(f"{value!r} is not a text")
     return value
 
 
