@@ -395,33 +395,34 @@ def of_length(length: int) -> Callable[[bytearray], None]:
     return damage
 
 
+DAMAGES: list[Callable[[bytearray], object]] = [
+    *(of_length(length) for length in (0, 1, 100, 1 << 20, 1 << 40)),
+    *(flipped(offset) for offset in (0, 8, 45, 200, -300, -1)),
+    lambda content: content.clear(),
+    lambda content: content.pop(),
+    lambda content: content.append(0),
+]
+
+
 @pytest.mark.parametrize("size", [0, 100_000])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(of_length(length) for length in (0, 1, 100, 1 << 20, 1 << 40)),
-        *(flipped(offset) for offset in (0, 8, 45, 200, -300, -1)),
-        lambda content: content.clear(),
-        lambda content: content.pop(),
-        lambda content: content.append(0),
-    ],
-)
 def test_whatever_changes_in_the_file_of_a_state_it_is_a_miss_and_no_other_bytes(
-    start_resp: Callable[..., Resp], damage: Callable[[bytearray], object], size: int
+    start_resp: Callable[..., Resp], size: int
 ) -> None:
     resp = start_resp()
-    RecurrentStates(resp.store).store("", "s", 0, bytes(size))
-    (path,) = resp.store.directory.blobs.iterdir()
-    assert check_directory(resp.store.directory.path).damaged == []
-    content = bytearray(path.read_bytes())
-    damage(content)
-    path.write_bytes(content)
-    (found,) = check_directory(resp.store.directory.path).damaged
-    assert (found.kind, found.name) == ("value", resp.store.directory.name_of(path))
     wire = resp.connect()
-    assert wire("SSM.PREFIX.FETCH", "s", 0).text.startswith("ERR ")
-    assert wire("SSM.PREFIX.FETCH", "s", 0) is None
-    assert not path.exists()
+    directory = resp.store.directory
+    for number, damage in enumerate(DAMAGES):
+        RecurrentStates(resp.store).store("", "s", 0, bytes(size))
+        (path,) = directory.blobs.iterdir()
+        assert check_directory(directory.path).damaged == []
+        content = bytearray(path.read_bytes())
+        damage(content)
+        path.write_bytes(content)
+        (found,) = check_directory(directory.path).damaged
+        assert (found.kind, found.name) == ("value", directory.name_of(path)), number
+        assert wire("SSM.PREFIX.FETCH", "s", 0).text.startswith("ERR "), number
+        assert wire("SSM.PREFIX.FETCH", "s", 0) is None, number
+        assert not path.exists()
 
 
 @pytest.mark.parametrize("what", ["short", "long", "order", "checksum", "name", "no header"])
