@@ -178,9 +178,11 @@ class RowsSession:
         keep_tokens(transaction, row, kept, layout.fidelity)
         transaction.add_extent(row.id, extent)
         more = extent.row_count - known
-        Sides(transaction).resized(
+        sides = Sides(transaction)
+        sides.resized(
             row.id, self.tensor.side.value, max(end - had, 0), more * self.tensor.row_bytes
         )
+        sides.count_records(1)
         if layout.to_json() != row.layout:
             transaction.update(row.id, layout=layout.to_json(), fidelity=layout.fidelity)
         transaction.update(

@@ -83,6 +83,7 @@ from pion_grpc.storage.catalog import (
 )
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
+from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
 from pion_wire import limits
 from pion_wire.blocks import common_tokens, root_hash
@@ -175,7 +176,8 @@ class PrefixStore:
         self.snapshots = Snapshots(self.workshop)
         with self._catalog.starting():
             self.space.bury_dead_instances()
-            self.snapshots.forget_if_alone()
+            self.is_first = self._begin_if_alone()
+            """Whether a server has begun with this process: no other was there."""
             self.space.measure()
 
     def close(self) -> None:
@@ -586,6 +588,19 @@ class PrefixStore:
         )
 
     # -- parts of the above
+
+    def _begin_if_alone(self) -> bool:
+        """Forgets what lasts as long as a server, if no process of one is here; says whether so.
+
+        On a full disk it stays: ways back that nobody knows of, and counts that go on.
+        """
+        with contextlib.suppress(DiskFull), self._catalog.write() as transaction:
+            # In here: who is there has its lock, and who comes later writes nothing before this ends.
+            if self.directory.live_instances() == {self.directory.instance}:
+                RowSnapshots(transaction).clear()
+                Sides(transaction).begin_counting()
+                return True
+        return False
 
     def _lookup(self, tenant: str, query: LookupQuery) -> tuple[LookupResult, int]:
         """Returns the answer, and of a hit the prefix."""

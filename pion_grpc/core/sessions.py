@@ -15,7 +15,6 @@ import dataclasses
 import os
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,7 +43,7 @@ from pion_grpc.storage.catalog import (
     Transaction,
 )
 from pion_grpc.storage.row_snapshots import RowSnapshots
-from pion_grpc.storage.sides import Sides
+from pion_grpc.storage.sides import SideCounts, Sides
 from pion_grpc.storage.snapshot import write_snapshot
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from pion_wire.rows import encode_rows
@@ -135,14 +134,10 @@ class SessionTotals(NamedTuple):
     rows: int
     bytes: int
     fetched_rows: int
-    gone: int
-    """Sides dropped, for whatever reason, since the start."""
+    """In this process."""
     unsaved_bytes: int
     """Size of the files that hold rows not saved yet."""
-    written_records: int
-    """Declarations, batches and drops since the start, or the last save."""
-    recovered_records: int
-    """Declarations and batches that were found unsaved at the start."""
+    since_start: SideCounts
 
 
 class Sessions:
@@ -152,17 +147,11 @@ class Sessions:
         """`sides_max` 0 means no limit."""
         assert sides_max == 0 or sides_max >= SIDES_MIN
         self.sides_max = sides_max
-        self.saved_unix_s = time.time()
-        """When everything was last saved."""
         self._store = store
         self._workshop = store.workshop
         self._catalog = store.workshop.catalog
         self._lock = threading.Lock()
-        self._gone = 0
         self._fetched_rows: Counter[str] = Counter()
-        self._records = 0
-        with self._catalog.read() as transaction:
-            self._recovered = transaction.extent_count() + Sides(transaction).unsaved_count()
 
     # -- declaring
 
@@ -198,7 +187,7 @@ class Sessions:
                     _check_same_by_name(transaction, row, side, declaration)
             if table is not None:
                 transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
-                self._count_records(1)
+                Sides(transaction).count_records(1)
             transaction.update(row.id, prefill_ms=prefill_ms)
 
     def create(self, tenant: str, sid: str, declaration: Declaration, *, exactly: bool) -> int:
@@ -235,7 +224,7 @@ class Sessions:
                     gone = len(_sides(transaction, row))
                     self._workshop.space.remove(transaction, row)
                     dropped += 1
-                    self._count_gone(gone)
+                    Sides(transaction).count_gone(gone)
         self._workshop.space.sweep()
         return dropped
 
@@ -322,20 +311,19 @@ class Sessions:
     def totals(self) -> SessionTotals:
         """Counts the sessions of all tenants that were declared, not those of gRPC."""
         with self._catalog.read() as transaction:
-            totals = Sides(transaction).totals()
+            totals, counts = Sides(transaction).totals(), Sides(transaction).counts()
         with self._lock:
-            return SessionTotals(
-                totals.k_sides,
-                totals.k_rows,
-                totals.sides,
-                totals.rows,
-                totals.bytes,
-                self._fetched_rows.total(),
-                self._gone,
-                self._store.directory.rows_bytes(),
-                self._records,
-                self._recovered,
-            )
+            fetched_rows = self._fetched_rows.total()
+        return SessionTotals(
+            totals.k_sides,
+            totals.k_rows,
+            totals.sides,
+            totals.rows,
+            totals.bytes,
+            fetched_rows,
+            self._store.directory.rows_bytes(),
+            counts,
+        )
 
     def own_totals(self, tenant: str) -> OwnTotals:
         """Counts the sessions of one tenant that were declared."""
@@ -391,7 +379,6 @@ class Sessions:
             session.abandon()
             raise
         session.publish()
-        self._count_records(1)
 
     def open(
         self, tenant: str, sid: str, layers: Sequence[int] = (), *, halves: bool = False
@@ -455,15 +442,14 @@ class Sessions:
             DiskFull: not everything is on stable storage.
         """
         with self._catalog.read() as transaction:
-            before = self._records
+            before = Sides(transaction).counts().records
             anything = not transaction.is_empty()
         with suppress(PionError):  # one tenant's rows, whose sync below is as safe, fail nobody's
             self._store.save(None, [])
         self._store.sync()
         with self._catalog.write(on_disk=True) as transaction:
             Sides(transaction).saved()
-        self._count_records(-before)
-        self.saved_unix_s = time.time()
+            Sides(transaction).count_records(-before)
         return anything
 
     def snapshot_to(self, name: str) -> None:
@@ -534,7 +520,7 @@ class Sessions:
     ) -> None:
         sides = Sides(transaction)
         sides.add(prefix, side, declaration.to_json())
-        self._count_records(1)
+        sides.count_records(1)
         if self.sides_max and sides.count() > self.sides_max:
             self._workshop.space.uses.gather(transaction)
         while self.sides_max and sides.count() > self.sides_max:
@@ -543,7 +529,7 @@ class Sessions:
             row = transaction.by_id(victim.prefix)
             assert row is not None, "sides go with their prefix"
             self._take_out(transaction, row, Side(victim.side))
-            self._count_gone(1)
+            sides.count_gone(1)
 
     def _take_out(self, transaction: Transaction, row: PrefixRow, side: Side) -> None:
         """Removes one side of a prefix; the last one, or one that children share, takes it whole."""
@@ -592,15 +578,6 @@ class Sessions:
             transaction.add_garbage(name, size)
             freed += size
         return freed
-
-    def _count_gone(self, sides: int) -> None:
-        with self._lock:
-            self._gone += sides
-            self._records += sides
-
-    def _count_records(self, count: int) -> None:
-        with self._lock:
-            self._records += count
 
 
 class SessionReading:

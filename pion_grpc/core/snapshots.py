@@ -3,11 +3,9 @@
 Going back does not touch bytes: what is cut off is covered by a hole, which later rows cover in turn.
 
 The one decision: a snapshot is a row of the catalogue, so every process of the server knows it, and
-that which took it may die. It ends with its prefix or with the server: whoever finds itself alone on
-the directory at its start forgets those of the processes before.
+that which took it may die. It ends with its prefix or with the server.
 """
 
-import contextlib
 import json
 
 from pion_grpc.core.gaps import written_rows
@@ -16,7 +14,7 @@ from pion_grpc.core.reading import own_row_counts
 from pion_grpc.core.space import keep_tokens
 from pion_grpc.core.values import check_namespace
 from pion_grpc.core.workshop import Workshop
-from pion_grpc.errors import DiskFull, NotStored, OverBudget
+from pion_grpc.errors import NotStored, OverBudget
 from pion_grpc.storage.catalog import ExtentRow, PrefixRow, Transaction
 from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
@@ -38,20 +36,6 @@ class Snapshots:
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
         self._catalog = workshop.catalog
-
-    def forget_if_alone(self) -> None:
-        """Forgets all of them if no other process is there that may have taken one.
-
-        On a full disk they stay: a way back that nobody knows of does no harm.
-        """
-        directory = self._workshop.directory
-        with self._catalog.read() as transaction:
-            if RowSnapshots(transaction).is_empty():
-                return
-        with contextlib.suppress(DiskFull), self._catalog.write() as transaction:
-            # In here: whoever takes one later had its lock before that, or waits for this to end.
-            if directory.live_instances() == {directory.instance}:
-                RowSnapshots(transaction).clear()
 
     def take(self, tenant: str, namespace: str, sides: str = "kv") -> int:
         """Remembers how many rows each tensor of these sides has; returns the snapshot's id.

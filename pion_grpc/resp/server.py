@@ -148,8 +148,8 @@ class RespServer:
             clients_max,
             settings.lane_stall_s,
         )
-        recovered = self.sessions.totals().recovered_records
-        if recovered:
+        recovered = self.sessions.totals().since_start.recovered
+        if recovered and store.is_first:
             _log.info("WAL replayed", records=recovered)
 
     @property

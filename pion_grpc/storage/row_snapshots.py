@@ -69,10 +69,6 @@ class RowSnapshots:
             "DELETE FROM row_snapshot WHERE prefix = ? AND instr(sides, ?)", (prefix, side)
         )
 
-    def is_empty(self) -> bool:
-        """Says whether there is none."""
-        return not self._transaction.all("SELECT 1 FROM row_snapshot LIMIT 1", ())
-
     def clear(self) -> None:
         """Removes all of them."""
         self._transaction.run("DELETE FROM row_snapshot", ())

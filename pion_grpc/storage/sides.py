@@ -3,8 +3,11 @@
 A side is declared before its tensors exist, so what they will be is kept beside the prefix, as a text
 that `core` writes and reads. A prefix stored over gRPC has no rows here: its layout says everything,
 and the limit on the number of sides never counts it.
+
+What became of sides is counted here, too, by all processes of a server together, from its start on.
 """
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -45,6 +48,19 @@ class SideTotals(NamedTuple):
     k_sides: int
     """Of prefixes: those that are sessions of the namespace's own name do not count."""
     k_rows: int
+
+
+class SideCounts(NamedTuple):
+    """What happened to sides since the server started."""
+
+    gone: int
+    """Sides dropped, for whatever reason."""
+    records: int
+    """Declarations, batches and drops since the start, or the last save."""
+    recovered: int
+    """Declarations and batches that were found unsaved at the start."""
+    saved_unix_s: int
+    """When everything was last saved; the start, if it has not been since."""
 
 
 class Sides:
@@ -113,10 +129,40 @@ class Sides:
         )
         return SideRow(*rows[0]) if rows else None
 
-    def unsaved_count(self) -> int:
-        """Returns how many were declared since the last save."""
-        return int(self._transaction.all("SELECT count(*) FROM side WHERE unsaved", ())[0][0])
+    def begin_counting(self) -> None:
+        """Counts anew: the server starts, with what it finds unsaved."""
+        declared = int(self._transaction.all("SELECT count(*) FROM side WHERE unsaved", ())[0][0])
+        begun = SideCounts(0, 0, self._transaction.extent_count() + declared, int(time.time()))
+        for name, value in begun._asdict().items():
+            self._transaction.run(
+                "INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"side {name}", value)
+            )
+
+    def counts(self) -> SideCounts:
+        """Returns what was counted since then."""
+        rows = self._transaction.all("SELECT key, value FROM meta WHERE key LIKE 'side %'", ())
+        return SideCounts(
+            **{"gone": 0, "records": 0, "recovered": 0, "saved_unix_s": 0}
+            | {key.removeprefix("side "): value for key, value in rows}
+        )
+
+    def count_records(self, count: int) -> None:
+        """Counts declarations or batches; those that have been saved are subtracted again."""
+        self._add("records", count)
+
+    def count_gone(self, sides: int) -> None:
+        """Counts sides that were dropped."""
+        self._add("gone", sides)
+        self._add("records", sides)
 
     def saved(self) -> None:
         """Notes that all of them have been saved."""
         self._transaction.run("UPDATE side SET unsaved = 0 WHERE unsaved", ())
+        self._transaction.run(
+            "UPDATE meta SET value = ? WHERE key = 'side saved_unix_s'", (int(time.time()),)
+        )
+
+    def _add(self, name: str, count: int) -> None:
+        self._transaction.run(
+            "UPDATE meta SET value = max(value + ?, 0) WHERE key = ?", (count, f"side {name}")
+        )

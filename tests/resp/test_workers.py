@@ -271,6 +271,42 @@ def test_the_receipt_is_each_workers_own_and_summed(
     other.close()
 
 
+def test_no_worker_counts_for_itself_what_became_of_the_sessions(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    def counted(wire: Wire) -> tuple[str, ...]:
+        told = fields(wire("KV.PREFIX.INFO"))
+        return tuple(told[name] for name in ("wal_appended", "wal_replayed", "vstore_evictions"))
+
+    flags = ("--workers", "2", "--resp", "127.0.0.1:0", "--max-sessions", "4")
+    server = start_server(*flags)
+    one, other = worker(server, 0), worker(server, 1)
+    for number, wire in enumerate((one, other, one)):
+        wire("KV.PREFIX.REGISTER", f"ns{number}", 64, "fp16")
+    assert other("V.STOREBATCH", "ns2_pk", 0, 0, 200, ROWS, "FMT", "F16") == "OK"
+    assert one("KV.PREFIX.DROP", "ns1") == 1
+    assert counted(one) == counted(other) == ("11", "0", "4")
+    one.close()
+    other.close()
+    server.kill()
+    server = start_server(*flags)
+    assert sum(entry["event"] == "WAL replayed" for entry in server.log) == 1
+    one, other = worker(server, 0), worker(server, 1)
+    assert counted(one) == counted(other) == ("0", "3", "0")
+    assert one("KV.PREFIX.DROP", "ns2") == 1
+    assert counted(other) == ("2", "3", "2")
+    assert other("KV.PREFIX.SAVE") != "OK", "there is nothing"
+    assert counted(one) == ("0", "3", "2")
+    assert one("LASTSAVE") == other("LASTSAVE")
+    other.close()
+    os.kill(int(fields(one("INFO", "server"))["process_id"]), signal.SIGKILL)
+    one.close()
+    one = worker(server, 0)
+    assert counted(one) == ("0", "3", "2"), "a worker that is started again is no start"
+    assert sum(entry["event"] == "WAL replayed" for entry in server.log) == 1
+    one.close()
+
+
 def test_a_worker_that_cannot_start_says_why_and_nothing_else(
     start_server: Callable[..., ServerProcess],
 ) -> None:

@@ -123,7 +123,7 @@ def background_save(call: Call) -> Answer:
 
 def last_save(call: Call) -> Answer:
     """`LASTSAVE`: when `SAVE` last ended well."""
-    return int(call.services.sessions.saved_unix_s)
+    return call.services.sessions.totals().since_start.saved_unix_s
 
 
 def wait(call: Call) -> Answer:
