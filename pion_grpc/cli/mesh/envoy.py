@@ -249,9 +249,9 @@ def _health_check() -> Json:
 def _outlier_detection() -> Json:
     """Who cannot be reached twice in a row is left out at once, and not only after the next checks.
 
-    A large upload cannot be kept to be sent again by the proxy, so its client does, three times within
-    half a second by default; by the second the node must be known to be gone. Nothing that a server
-    answers counts: those are its own words.
+    A large upload cannot be kept to be sent again by the proxy, so its client sends it again: when it
+    does, the node must be known to be gone. Nothing that a server answers counts: those are its own
+    words.
     """
     answers = ["consecutive_5xx", "consecutive_gateway_failure", "success_rate"]
     answers += ["local_origin_success_rate", "failure_percentage"]
