@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pion_grpc.core.checkup import check_directory
@@ -36,6 +36,7 @@ from tests.core.support import (
     truth,
     write,
 )
+from tests.core.test_match import EDGES, unhurried
 
 WIDE = layout(heads=8, head_dim=128)
 """Rows of 4 KiB: what is kept twice shows."""
@@ -282,7 +283,6 @@ class Step(NamedTuple):
     share: int
 
 
-EDGES = sorted({max(0, 64 * n + d) for n in range(4) for d in (-1, 0, 1)} | {2, 40, 100})
 steps = st.lists(
     st.builds(
         Step,
@@ -404,9 +404,6 @@ def shelves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixStore]:
     machine = Machine(tmp_path_factory.mktemp("shelves") / "data")
     yield machine.start()
     machine.close()
-
-
-unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @settings(unhurried, max_examples=60)

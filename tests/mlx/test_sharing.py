@@ -19,6 +19,7 @@ from tests.mlx import families
 from tests.mlx.continuing import decoded
 from tests.mlx.conversing import LONGEST, STEP, conversation, prompt_cache
 from tests.mlx.conversing import model as conversing_model
+from tests.mlx.test_prompt_cache import held_back
 
 WAIT_S = 120.0
 """Longer than anything here takes; only a broken test waits so long."""
@@ -161,6 +162,22 @@ def test_the_receipt_does_not_claim_a_prefill_for_rows_that_were_compared(client
         0,
         0,
     )
+
+
+def test_rows_that_are_dropped_meanwhile_are_stored(client, hybrid):
+    trunk = families.tokens(LONGEST)
+    stored_now(hybrid, client, trunk)
+    with prompt_cache(hybrid, client=client) as mine:
+        with held_back(mine):
+            cache = mine.get_or_prefill(trunk[:320])
+            client.drop(*(prefix.namespace for prefix in client.list()))
+        assert mine.flush(WAIT_S)
+        assert mine.stats()["stored_whole"] == {"parent_gone": 1}
+    assert child_of(client, 320).base == 0
+    with prompt_cache(hybrid, client=client) as other:
+        again = other.get_or_prefill(trunk[:320])
+        assert other.stats()["tokens_prefilled"] == 0
+        assert np.array_equal(decoded(hybrid, again), decoded(hybrid, cache))
 
 
 def changed_at(row, layers, side):

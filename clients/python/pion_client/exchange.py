@@ -322,8 +322,10 @@ class Exchange:
             check=lambda: check(0, 0),
             timeout_s=max(self._deadline_s, pending.prefill_ms / 1e3),
         )
-        differ = "rows_differ" if shared.end < end else ""
-        return (shared if shared.end >= least else Shared(begin, 0)), differ
+        why = "rows_differ" if shared.generation else "parent_gone"
+        return (
+            shared if shared.end >= least else Shared(begin, 0)
+        ), why if shared.end < end else ""
 
     def _there(self, namespace: str, request: Request, facts: Facts) -> PrefixInfo | None:
         """Returns what a name has of a prefix that needs parts; None if it is another, or needs none."""

@@ -31,7 +31,7 @@ class Shared(NamedTuple):
     end: int
     """Up to which row."""
     generation: int
-    """Of the prefix that has them."""
+    """Of the prefix that has them; 0: it is not there, or does not answer."""
 
 
 def rows_shared(
