@@ -1,13 +1,14 @@
 """`pion-grpc bench`: what this costs and saves, measured beside its peers in the same run.
 
 `ROWS` is the registry: a row is a line here and a function that takes a `measuring.Context` and returns
-results (`results.Result`), each of ours beside at most one peer. Nothing else has to know of it.
+results (`results.Result`), each one of our figures beside at most one peer's. Nothing else has to know
+of it.
 
 The one decision: a benchmark is not a test. It never fails because of a figure; it says what was
-measured, on which machine, and whether that keeps within a bound. It does fail where an answer is wrong:
-every row checks what it times.
+measured, on which machine, and whether that meets a bound. It does fail if an answer is wrong: every row
+checks what it times.
 
-This module is imported whenever the command line is; what measures is imported when it runs.
+This module is imported with the command line; the rows are imported when they run.
 """
 
 import argparse
@@ -36,20 +37,28 @@ ROWS = (
     Entry(
         "first-token", "first token of a second process, real model", f"{_HERE}.first_token:real"
     ),
-    Entry("long-prompts", "the same, long prompts, random model", f"{_HERE}.first_token:random"),
-    Entry("workload", "few prompts, many queries: hits, speed", f"{_HERE}.workload:workload"),
+    Entry(
+        "long-prompts", "the same with long prompts, random model", f"{_HERE}.first_token:random"
+    ),
+    Entry("workload", "few prompts, many queries: hits and speed", f"{_HERE}.workload:workload"),
     Entry("miss", "first token on a miss; with the server down", f"{_HERE}.miss:miss"),
     Entry("calls", "small calls with few and many prefixes", f"{_HERE}.scale:calls"),
     Entry("start-up", "start-up with many prefixes stored", f"{_HERE}.scale:start_up"),
     Entry("attend", "one query of attention on the server", f"{_HERE}.attend:calls"),
-    Entry("attend-bulk", "what residency saves, and costs", f"{_HERE}.attend:bulk"),
-    Entry("attend-backend", "attention alone, against it made bare", f"{_HERE}.attend:backends"),
+    Entry("attend-bulk", "what residency saves and costs", f"{_HERE}.attend:bulk"),
+    Entry(
+        "attend-backend",
+        "attention alone, with and without the backend",
+        f"{_HERE}.attend:backends",
+    ),
     Entry(
         "attend-first-token",
         "first token with attention on the server, real model",
         f"{_HERE}.attend:first_token",
     ),
-    Entry("attend-resp", "one query over RESP, and beside it", f"{_HERE}.attend_resp:calls"),
+    Entry(
+        "attend-resp", "one query over RESP and over the binary lane", f"{_HERE}.attend_resp:calls"
+    ),
     Entry(
         "attend-resp-first-token",
         "the first token with pion-vllm-mlx, by lane, real model",
@@ -58,7 +67,9 @@ ROWS = (
     Entry("resp-fetch", "V.FETCH against redis GET and a bare socket", f"{_HERE}.resp:fetch"),
     Entry("resp-store", "V.STOREBATCH against redis SET, appendonly", f"{_HERE}.resp:store"),
     Entry("resp-small", "redis-benchmark, beside redis-server", f"{_HERE}.resp:small"),
-    Entry("resp-membership", "MEMBERSHIP beyond PING, and its core", f"{_HERE}.resp:membership"),
+    Entry(
+        "resp-membership", "MEMBERSHIP beyond a PING, and in the core", f"{_HERE}.resp:membership"
+    ),
     Entry(
         "resp-first-token",
         "first token with pion-vllm-mlx, real model",
@@ -72,7 +83,7 @@ ROWS = (
     Entry("mesh", "Fetch direct, through Envoy, with mTLS", f"{_HERE}.mesh:fetch"),
     Entry("mesh-calls", "small calls through a mesh, 1 to 64 clients", f"{_HERE}.mesh:calls"),
     Entry("retrieval", "first token after a retrieved chunk", f"{_HERE}.retrieval:chunks"),
-    Entry("retrieval-packs", "packs put together, against text", f"{_HERE}.retrieval:packs"),
+    Entry("retrieval-packs", "packs joined, against the same text", f"{_HERE}.retrieval:packs"),
 )
 
 
@@ -88,7 +99,7 @@ def add_bench(commands: Commands) -> None:
         "rows",
         nargs="*",
         metavar="ROW",
-        help="what to measure (default: everything); `list` says what there is",
+        help="what to measure (default: everything); `list` lists the rows",
     )
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
     parser.add_argument(
@@ -102,9 +113,9 @@ def add_bench(commands: Commands) -> None:
     workload = parser.add_argument_group("the size of the row `workload`")
     for flag, default, text in (
         ("--prompts", 5, "prompts"),
-        ("--queries", 30, "queries of each"),
+        ("--queries", 30, "queries for each prompt"),
         ("--prompt-repeats", 8, "how often a prompt's text is repeated"),
-        ("--cold-queries", 3, "queries of each prompt that are answered without the store too"),
+        ("--cold-queries", 3, "queries for each prompt that are also answered without the store"),
     ):
         workload.add_argument(
             flag, type=_count, default=default, metavar="N", help=f"{text} (default {default})"
@@ -120,5 +131,5 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _count(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 to 10000")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 10000")
     return int(text)

@@ -1,8 +1,8 @@
-"""The rows about attention on the server: what a query costs, what it saves, and a model's first token.
+"""The rows about attention on the server: what a query costs and saves, and a model's first token.
 
-The one decision: a query's cost is its round trip less the computation itself, made in this process by
-the same backend over the same arrays, in the same rounds. BLAS has one thread on both sides, as in the
-server.
+The one decision: a query's cost is its round trip minus the computation itself, which this process does
+with the same backend over the same arrays, in the same rounds. BLAS has one thread on both sides, as it
+has in the server.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from pion_grpc.cli.bench.results import Result, Samples, at_most, milliseconds
 HEADS, ROWS = 8, 2_048
 DIMS = (64, 128)
 CALLS = 100
-"""Per sample, which is their median."""
+"""Calls per sample; the sample is their median."""
 LONG_ROWS = 65_536
 BATCH = 512
 LAYERS, WIDTH = 16, 512
@@ -39,7 +39,7 @@ Array = np.ndarray
 
 
 class Entry(NamedTuple):
-    """What is asked about, and the question."""
+    """An attend entry, and a query of it."""
 
     k: Array
     v: Array
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
     @property
     def shape_text(self) -> str:
-        """How a result names it."""
+        """Its shape, as results name it."""
         heads, rows, dim = self.k.shape
         return f"H={heads} N={rows:,} D={dim} M={self.q.shape[1]}"
 
@@ -94,7 +94,8 @@ def calls(context: Context) -> list[Result]:
 
 
 def bulk(context: Context) -> list[Result]:
-    """What residency saves: K and V sent once, queries at once, few blocks of many; and its price."""
+    """What residency saves (K and V sent once, many queries at once, few blocks of many), and its
+    price."""
     with _attending(context) as (_, client):
         return [
             _sent_once(context, client),
@@ -105,7 +106,7 @@ def bulk(context: Context) -> list[Result]:
 
 
 def backends(context: Context) -> list[Result]:
-    """Each backend's own computation, against the same call made bare."""
+    """Each backend's computation, against the same one without the backend."""
     results = []
     with threadpoolctl.threadpool_limits(1, "blas"):
         for dim in DIMS:
@@ -403,7 +404,7 @@ def _first(loaded: Loaded, way: Way, ids: Sequence[int], question: Sequence[int]
 
 
 def ids_of(tokens: int) -> list[int]:
-    """A prompt of so many tokens, always the same."""
+    """A prompt of this many tokens, always the same."""
     ids: list[int] = np.random.default_rng(tokens).integers(20, 49_152, tokens).tolist()
     return ids
 
@@ -469,13 +470,13 @@ def _plain_mlx(entry: Entry) -> Callable[[], Array]:
 
 
 def agree(got: Array, want: Array) -> None:
-    """Fails unless two answers are the same but for the last bits."""
+    """Fails unless two answers are the same except for the last bits."""
     worst = float(np.abs(got - want).max())
     assert worst < 1e-4, f"answers differ by {worst}"
 
 
 def median(action: Callable[[], object], calls: int = CALLS) -> float:
-    """Seconds that an action takes, the median of so many."""
+    """Seconds that an action takes, the median of this many."""
     return statistics.median(timed(action) for _ in range(calls))
 
 

@@ -1,8 +1,8 @@
 """The rows about attention over RESP and over the binary lane beside it.
 
-What asks here is a socket and as little else as a client can do with: it frames a question and looks at
-the answer's bytes. The first token is `pion-vllm-mlx`'s, unmodified. The one decision: as for gRPC, a
-query's cost is its round trip less the computation, made in this process in the same rounds.
+The client here is a socket and as little else as possible: it frames a query and looks at the bytes of
+the answer. The first token is that of `pion-vllm-mlx`, unmodified. The one decision: as for gRPC, a
+query's cost is its round trip minus the computation, which this process does in the same rounds.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from pion_grpc.cli.bench.processes import PeerMissing, Server
 from pion_grpc.cli.bench.results import Result, at_most, milliseconds
 
 QUERIES = 10
-"""Asked of K and V that are sent once."""
+"""Queries for K and V that are sent once."""
 
 
 def calls(context: Context) -> list[Result]:
@@ -256,7 +256,7 @@ def _of_length(context: Context, second: ModelProcess, port: int, length: int) -
 
 
 def _prompt_cache(loaded: Loaded, port: int, way: Way) -> Any:
-    """The process's prompt cache for a way, made once; what it reads of the environment it keeps."""
+    """The process's prompt cache for a lane, made once: it reads the environment only then."""
     if way not in loaded.prompt_caches:
         os.environ["PION_PROMPT_CACHE_NO_INPROC"] = "1"
         os.environ["PION_PROMPT_CACHE_NO_BINARY"] = str(int(way != "binary lane"))

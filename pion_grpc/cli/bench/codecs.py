@@ -1,7 +1,7 @@
 """The rows about codecs: their speed, memory with 4 GB of codes, and what they do to a real model.
 
 The one decision: what a codec costs a model is measured through the store, with `Client.store` and
-`Client.fetch` in the model's own process, and held against the same cache that was never stored.
+`Client.fetch` in the model's own process, and compared with the same cache that was never stored.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from pion_wire.codecs.measure import measure
 DECODE_GB_S_MIN = {"fp16": 1.0, "mlx_affine(4,32,f16)": 1.0}
 LAYERS, HEADS, HEAD_DIM = 36, 8, 128
 ROWS, QUICK_ROWS = 86_580, 4_096
-"""The largest prompt of a 4-billion-parameter model that a table of the product speaks of."""
+"""The largest prompt of a model of 4 billion parameters that the product was described with."""
 NAME = "codes"
 FORMATS = ("fp16", "int8", "fp8", "turbo4", "turbo3", "turbo2", "mlx4g32")
 PROMPTS = 20
@@ -62,7 +62,8 @@ def speed(context: Context) -> list[Result]:
 
 
 class _Held(NamedTuple):
-    """What a process held at most beyond what it had before, and how many bytes it was to hold."""
+    """How much memory a process needed at most beyond what it had before, and the bytes it had to
+    hold."""
 
     growth_bytes: int
     codes_bytes: int
@@ -104,7 +105,7 @@ def memory(context: Context) -> list[Result]:
 
 
 def formats(context: Context) -> list[Result]:
-    """Each format between a real model and its cache: first tokens that agree, distance of logits."""
+    """What each format does to a real model: first tokens that agree, and the distance of logits."""
     prompts = 4 if context.quick else PROMPTS
     agreed: dict[str, list[bool]] = {}
     distances: dict[str, list[float]] = {}
@@ -174,7 +175,7 @@ def _store_codes(address: str, rows: int) -> _Held:
 
 
 def _fetch_codes(address: str, rows: int, export: bool) -> _Held:
-    """Runs in a process of its own; ends with caches that a model could go on with."""
+    """Runs in a process of its own; ends with caches that a model could continue."""
     import mlx.core as mx
     from mlx_lm.models.cache import QuantizedKVCache
 
@@ -211,7 +212,7 @@ def _codes(mx: Any, rows: int, number: int) -> tuple[Any, Any, Any]:
 
 
 def _warm_up(address: str) -> None:
-    """Has everything loaded that does not depend on the size."""
+    """Loads everything that does not depend on the size."""
     import mlx.core as mx
 
     arrays = _codes(mx, 64, 0)
@@ -222,7 +223,7 @@ def _warm_up(address: str) -> None:
 
 
 def _bytes_now() -> int:
-    """What this process holds of memory."""
+    """Memory that this process holds, in bytes."""
     psutil: Any = importlib.import_module("psutil")
     rss: int = psutil.Process().memory_info().rss
     return rss
@@ -237,7 +238,7 @@ def _peak_bytes() -> int:
 
 
 def _variants(layers: int) -> Iterator[tuple[str, dict[tuple[int, str], str]]]:
-    """Names of what is stored how, and the codecs by (slot, side)."""
+    """The formats by name, each with its codecs by (slot, side)."""
     inner = range(PROTECTED, layers - PROTECTED)
     for codec in FORMATS:
         yield f"K and V {codec}", {(slot, s): codec for slot in range(layers) for s in "kv"}
@@ -249,7 +250,7 @@ def _variants(layers: int) -> Iterator[tuple[str, dict[tuple[int, str], str]]]:
 
 
 def _through_formats(loaded: Loaded, number: int) -> dict[str, tuple[bool, float]]:
-    """Runs in the model process: per variant whether the first token agrees, and the distance."""
+    """Runs in the model process: whether the first token agrees, and the distance, for each format."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -278,7 +279,7 @@ def _through_formats(loaded: Loaded, number: int) -> dict[str, tuple[bool, float
 def _logits(
     loaded: Loaded, layers: Sequence[tuple[Any, Any]], question: Sequence[int]
 ) -> np.ndarray:
-    """The logits after a question behind a cache of these rows."""
+    """The logits after a question that follows a cache of these rows."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 

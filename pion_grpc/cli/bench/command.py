@@ -1,7 +1,7 @@
 """The command: runs rows, shows what they gave, and keeps it.
 
-Knows the registry and the report; nothing of what is measured. The one decision: the JSON file is
-written anew after every row, so that a run that is cut short has still measured something.
+Knows the registry and the report, nothing of what is measured. The one decision: the JSON file is
+rewritten after every row, so that the results of an interrupted run are not lost.
 """
 
 import argparse
@@ -30,7 +30,7 @@ RESULTS = Path("bench-results")
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Does what the options say; returns 1 if a row failed, which no figure makes it do."""
+    """Does what the options say; returns 1 if a row failed, which is never because of a figure."""
     console = output.console()
     if options.rows == ["list"]:
         console.print(_list())
@@ -71,7 +71,7 @@ def run(
 
 
 def chosen(names: Sequence[str]) -> list[Entry]:
-    """The rows of these names, in the registry's order; all of them without names.
+    """The rows with these names, in the registry's order; all of them if there are no names.
 
     Raises:
         CommandFailed: there is no such row.
@@ -79,19 +79,19 @@ def chosen(names: Sequence[str]) -> list[Entry]:
     known = {entry.name for entry in ROWS}
     for name in names:
         if name not in known:
-            raise CommandFailed(f"no row {name!r}: `pion-grpc bench list` says which there are")
+            raise CommandFailed(f"there is no row {name!r}: `pion-grpc bench list` lists them")
     return [entry for entry in ROWS if not names or entry.name in names]
 
 
 def write(report: Report, path: Path) -> None:
-    """Writes a report; whoever reads meanwhile finds the old one or the new one."""
+    """Writes a report; whoever reads it meanwhile finds the old one or the new one."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n")
     os.replace(new, path)
 
 
 def newest(directory: Path) -> dict[str, tuple[Report, Row]]:
-    """Of each row its newest full-size measurement, and the run it belongs to."""
+    """Each row's newest full-size measurement, and the run it belongs to."""
     found: dict[str, tuple[Report, Row]] = {}
     for report in sorted(_reports(directory), key=lambda report: report.started_unix_ms):
         for row in report.rows:

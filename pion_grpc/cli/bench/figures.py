@@ -2,7 +2,7 @@
 
 Each entry is one table of that description: its figures, the command that measures the same here, and
 the hardware that the rest of it needs. They were measured on Apple silicon with models of one to four
-billion parameters; ours are of whatever machine ran the benchmark.
+billion parameters; ours come from whatever machine ran the benchmark.
 """
 
 from collections.abc import Mapping

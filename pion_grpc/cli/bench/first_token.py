@@ -1,8 +1,8 @@
 """The row about the time to first token of a second process: stream and export, cold and from a file.
 
 The first process prefills, stores, and saves mlx-lm's own file of the same cache; then it ends. The
-second one has its own model and is asked in every way in turn. The one decision: each length has a
-prompt of its own, so that none is found as the beginning of another.
+second one has its own model and takes every way in turn. The one decision: each length has its own
+prompt, so that none is found as the beginning of another.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ def real(context: Context) -> list[Result]:
 
 
 def random(context: Context) -> list[Result]:
-    """A small random model, where cold prefills of long prompts end in time."""
+    """A small random model, with which cold prefills of long prompts take acceptable time."""
     return measured(context, RANDOM, RANDOM_TOKENS[:1] if context.quick else RANDOM_TOKENS)
 
 

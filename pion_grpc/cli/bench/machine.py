@@ -1,6 +1,6 @@
 """The machine a benchmark ran on: what a reader needs in order to compare figures.
 
-Whatever cannot be found out is left empty; a benchmark never fails for it.
+Whatever cannot be found out is left empty; a benchmark never fails because of it.
 """
 
 import functools

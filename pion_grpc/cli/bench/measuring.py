@@ -1,9 +1,9 @@
-"""How a row measures: sides taken in turn, in rounds, with a bar for whoever waits.
+"""How a row measures: its sides take turns, in rounds, with a progress bar for whoever waits.
 
 Knows no server and no peer. The one decision: the sides of a comparison alternate within every round,
-and the round begins with another side each time, after warm-up rounds that are thrown away. What the
-machine does meanwhile (a neighbour, a clock that falls, memory that is touched for the first time)
-meets all of them alike.
+and each round begins with a different side, after warm-up rounds that are discarded. Whatever the
+machine does meanwhile (another process, a slower clock, memory touched for the first time) affects all
+of them alike.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from rich.progress import Progress
 
 Side: TypeAlias = Callable[[], float]
-"""Measures once and returns seconds, or whatever the row's unit is; what it prepares is not timed."""
+"""Measures once and returns seconds, or whatever the row's unit is; preparations are not timed."""
 
 
 _REDRAW_S = 0.2
@@ -37,7 +37,7 @@ class Workload(NamedTuple):
 
     @property
     def hit_count(self) -> int:
-        """Hits there must be: every request but the first of each prompt."""
+        """Hits that are expected: every request except the first of each prompt."""
         return self.prompts * (self.queries - 1)
 
 
@@ -77,8 +77,8 @@ class Context:
             sides: by name.
             rounds: how many.
             warm_ups: rounds before, which do not count.
-            rounds_when_quick: how many at most where there is little time.
-            rarely: sides that take long: in how many rounds they take part, without a warm-up.
+            rounds_when_quick: how many at most with `--quick`.
+            rarely: of sides that take long, how many rounds they take part in, without a warm-up.
         """
         rarely = rarely or {}
         rounds = min(rounds, rounds_when_quick) if self.quick else rounds
@@ -100,7 +100,7 @@ class Context:
 
     @contextlib.contextmanager
     def waiting(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-        """Shows a bar; the function it lends moves it on by one. Nothing is drawn in between."""
+        """Shows a bar; the function it yields advances it by one. Nothing is drawn in between."""
         task = self._progress.add_task(what, total=total)
         self._progress.refresh()
         drawn = time.monotonic()
@@ -119,7 +119,7 @@ class Context:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Returns the seconds an action takes; what it returns is freed after the clock has stopped."""
+    """Returns the seconds an action takes; its result is freed after the clock has stopped."""
     started = time.perf_counter()
     kept = action()
     elapsed = time.perf_counter() - started

@@ -1,8 +1,8 @@
 """The row about what a miss costs: the time to first token with nothing to fetch.
 
-The same prefill three times over: without the client, with a server that misses and is being stored to,
-with one that never answers. The one decision: the prefill without the client is split exactly as with
-it (the prompt, then the question), or the difference would be that of the split.
+The same prefill in three ways: without the client, with a server that misses and then stores, and with
+one that never answers. The one decision: the prefill without the client is split exactly as with it
+(the prompt, then the question); otherwise the difference would be that of the split.
 """
 
 import collections
@@ -90,7 +90,7 @@ def miss(context: Context) -> list[Result]:
 
 
 def first_token(loaded: Loaded, how: str, silent: str, number: int, tokens: int) -> Taken:
-    """The first token after a prompt that nobody has seen, in the model's process."""
+    """The first token after a new prompt, in the model's process."""
     import mlx.core as mx
 
     from pion_client.mlx import PionPromptCache
@@ -140,6 +140,6 @@ def _ids(number: int, tokens: int) -> list[int]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[str]:
-    """An address that takes connections and never says a word: the worst way to be down."""
+    """An address that accepts connections and never answers: the worst way to be down."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"

@@ -1,10 +1,10 @@
 """Processes of their own with a model in them, and the ways to a first token.
 
-Here is what runs in such a process; the rows decide what is asked of it. The one decision: a first token
-is timed inside the process that wants it, from the moment it has the prompt until the token is known;
-the model is loaded before. Cold is what mlx-lm's users have: the whole prompt in one piece.
+This module runs in such a process; the rows decide what it is asked. The one decision: a first token is
+timed inside the process that wants it, from the moment it has the prompt until the token is known, with
+the model already loaded. Cold is what users of mlx-lm have: the whole prompt in one piece.
 
-A process has one model for life: the module's only state.
+A process keeps one model for life: the module's only state.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ QUESTION_TOKENS = 16
 
 
 class ModelMissing(Exception):
-    """The real language model is not installed; says how to get it."""
+    """The real language model is not installed; the message says how to get it."""
 
 
 class FirstToken(NamedTuple):
@@ -29,7 +29,7 @@ class FirstToken(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a small llama with random weights."""
+    """The sizes of a small llama with random weights."""
 
     layers: int = 4
     hidden: int = 256
@@ -58,8 +58,8 @@ class ModelProcess:
     """A process with a model; ends with the context.
 
     Args:
-        address: of a server; empty if none is asked.
-        sizes: of a random model; None: the real one.
+        address: of a server; empty if there is none to ask.
+        sizes: of a random model; None for the real one.
     """
 
     def __init__(self, address: str = "", sizes: Buildable | None = None) -> None:
@@ -71,7 +71,7 @@ class ModelProcess:
             raise
 
     def do(self, function: Callable[..., _Answer], *arguments: Any) -> _Answer:
-        """Runs a function of a module there, with a process's `Loaded` before its arguments."""
+        """Runs a module's function there, with the process's `Loaded` as its first argument."""
         return self._pool.submit(_call, function, arguments).result()
 
     def __enter__(self) -> Self:
@@ -101,7 +101,7 @@ class Loaded:
         }
 
     def prompt_cache(self, way: str) -> Any:
-        """A client's prompt cache that takes one of the two lanes."""
+        """A prompt cache that uses one of the two lanes."""
         from pion_client import Client
         from pion_client.mlx import PionPromptCache
 
@@ -111,7 +111,8 @@ class Loaded:
     def first_token(
         self, way: Way, ids: Sequence[int], question: Sequence[int], file: str
     ) -> FirstToken:
-        """The first token after a prompt and a question, the prompt's cache got in one of the ways."""
+        """The first token after a prompt and a question, with the prompt's cache from one of the
+        ways."""
         import mlx.core as mx
         from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
 
@@ -135,7 +136,7 @@ class Loaded:
         return FirstToken(seconds, token)
 
     def keep(self, ids: Sequence[int], file: str) -> None:
-        """Prefills a prompt, stores it and saves it as a file too."""
+        """Prefills a prompt, stores it, and saves it to a file."""
         from mlx_lm.models.cache import save_prompt_cache
 
         prompt_cache = self.prompt_caches["export"]

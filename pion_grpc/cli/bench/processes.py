@@ -1,6 +1,6 @@
 """The processes that a row measures: our server, a bare socket, redis-server.
 
-Knows how to start and stop them and what they hold of memory; not what is asked of them.
+Knows how to start and stop them and how much memory they hold; not what is asked of them.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from typing import Any, Self
 import numpy as np
 
 START_S_MAX = 120.0
-"""A process that says nothing for so long is ended."""
+"""A process that is not ready after this long is ended."""
 
 
 class PeerMissing(Exception):
-    """What a row is compared with is not installed; says how to get it."""
+    """A peer of a row is not installed; the message says how to get it."""
 
 
 class _Process:
@@ -50,11 +50,11 @@ class _Process:
         self.stop()
 
     def stop(self) -> None:
-        """As an init system does it."""
+        """Stops it as an init system does."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As a crash does it."""
+        """Ends it as a crash does."""
         self._end(signal.SIGKILL)
 
     def _end(self, number: int) -> None:
@@ -96,7 +96,7 @@ class Server(_Process):
         self.address: str = json.loads(self.ready_line)["grpc"]
 
     def memory_bytes(self) -> int:
-        """What it holds of memory now.
+        """How much memory it holds now.
 
         Raises:
             PeerMissing: psutil is not installed.
@@ -117,7 +117,7 @@ class BareSocket(_Process):
         self._connection = socket.create_connection(("127.0.0.1", int(self.ready_line)))
 
     def stop(self) -> None:
-        """It ends with its connection."""
+        """Closes its connection, with which it ends."""
         self._connection.close()
         super().stop()
 

@@ -1,8 +1,8 @@
 """The rows about the RESP wire: large reads and writes, small values, Membership, a first token.
 
 The peers are redis-server, spoken to by the same client library as ours, and a bare socket. The one
-decision: where a library is measured both sides go through it, and where the server is measured both
-sides are read by the same bare code, so that a row never compares a client with a server.
+decision: if a client library is measured, both sides go through it; if the server is measured, both
+sides are read by the same bare code. So a row never compares a client with a server.
 """
 
 import contextlib
@@ -269,7 +269,7 @@ def _check(prefix: Large, fetched: Sequence[Sequence[bytes]]) -> None:
 
 
 def _reply_bytes(prefix: Large) -> int:
-    """Of one side of all layers: an array of bulk strings."""
+    """The size of a reply with one side of all layers: an array of bulk strings."""
     size = len(prefix.token_ids) * WIDTH * 2
     return len(f"*{LAYERS}\r\n") + LAYERS * (len(f"${size}\r\n") + size + 2)
 

@@ -1,8 +1,8 @@
-"""What a measurement is: samples, the bound they are held to, and how they are written down.
+"""What a measurement is: samples, the bound they must meet, and how they are written down.
 
-Knows neither what is measured nor how it is shown. The one decision: a result compares one of ours with
-at most one peer, and its ratio is that of the two figures in the table, ours over the peer's, whatever
-the unit; whether more or less is better is told by the bound alone.
+Knows neither what is measured nor how it is shown. The one decision: a result compares one of our
+figures with at most one peer's. Its ratio is ours divided by the peer's, whatever the unit; only the
+bound says whether more or less is better.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ Verdict = Literal["met", "missed", "reported", "not measured"]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a result is held to."""
+    """What a result must meet."""
 
     limit: float
     at_least: bool
@@ -27,7 +27,7 @@ class Bound:
     """What would be better still; no verdict depends on it."""
 
     def holds(self, value: float) -> bool:
-        """Whether a value keeps within the bound."""
+        """Whether a value meets the bound."""
         return value >= self.limit if self.at_least else value <= self.limit
 
     def text(self, unit: str) -> str:
@@ -55,7 +55,7 @@ class Samples:
     values: tuple[float, ...]
 
     def quantile(self, fraction: float) -> float:
-        """The sample that so many of them do not exceed; 0.5 is the median."""
+        """The sample that this share of them does not exceed; 0.5 is the median."""
         if fraction == 0.5:
             return statistics.median(self.values)
         ordered = sorted(self.values)
@@ -112,7 +112,7 @@ def not_measured(what: str, why: str) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one row of the registry gave."""
+    """The results of one row of the registry."""
 
     name: str
     seconds: float
@@ -131,7 +131,7 @@ class Report:
     rows: tuple[Row, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written; figures, ratios and verdicts are there for other readers than this one."""
+        """The report as it is written; figures, ratios and verdicts are there for other readers."""
         document = dataclasses.asdict(self)
         for row, written in zip(self.rows, document["rows"], strict=True):
             for result, entry in zip(row.results, written["results"], strict=True):
@@ -187,7 +187,7 @@ def _samples(entry: dict[str, Any] | None) -> Samples | None:
 
 
 def rates(name: str, size_bytes: int, seconds: Sequence[float]) -> Samples:
-    """Samples in GB/s of moves of so many bytes."""
+    """Samples in GB/s, from the seconds that moving this many bytes took."""
     return Samples(name, tuple(size_bytes / 1e9 / s for s in seconds))
 
 

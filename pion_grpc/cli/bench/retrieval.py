@@ -1,10 +1,9 @@
-"""The rows about retrieved chunks: what keeping them saves, and what putting them together changes.
+"""The rows about retrieved chunks: what keeping them saves, and what joining them changes.
 
-Both use the real model and texts whose answers can be looked up: logs of harbours that do not exist,
-each with facts of its own. The one decision: what is compared is the same tokens prefilled as one
-prompt, as whoever has no such cache does it. A *text run* of many packs is prefilled once and continued
-for each question, so that only the packs' lack of attention to each other makes the difference, not
-the price of another prefill.
+Both use the real model and texts whose answers can be checked: logs of harbours that do not exist, each
+with its own facts. The one decision: the comparison is with the same tokens prefilled as one prompt, as
+without such a cache. A *text run* of many packs is prefilled once and continued for each question, so
+that the only difference is that packs do not attend to each other, not the time of another prefill.
 """
 
 import copy
@@ -38,7 +37,7 @@ QUESTIONS_MAX = 4
 
 
 class Question(NamedTuple):
-    """What is asked about a log."""
+    """A question about a log."""
 
     text: str
     answer: str
@@ -46,14 +45,14 @@ class Question(NamedTuple):
 
 
 def log(number: int) -> str:
-    """What is known of a harbour, some 65 tokens."""
+    """The log of a harbour, about 65 tokens."""
     name = HARBOURS[number]
     facts = "".join(f" The {what} of {name} {verb} {fact}." for what, verb, fact in _facts(number))
     return f"Log of {name}:{facts} Fog closed the harbour on {5 + number} days last year.\n"
 
 
 def question(number: int) -> Question:
-    """One about the log of the same number; the answer has been begun, for a model this small."""
+    """The question about the log of this number; it begins the answer, because the model is so small."""
     what, verb, fact = _facts(number)[number % 3]
     begun = f"The {what} of {HARBOURS[number]} {verb}"
     text = f"Question: what is said about the {what} of {HARBOURS[number]}?<|im_end|>\n"
@@ -69,7 +68,7 @@ def _facts(number: int) -> tuple[tuple[str, str, str], ...]:
 
 
 def asked_about(packs: int) -> list[int]:
-    """Which of so many logs the questions are about: the first, the last, and some between."""
+    """Which of this many logs the questions are about: the first, the last, and some between."""
     count = min(packs, QUESTIONS_MAX)
     return sorted({round(index * (packs - 1) / max(count - 1, 1)) for index in range(count)})
 
@@ -78,7 +77,7 @@ def asked_about(packs: int) -> list[int]:
 
 
 class Answered(NamedTuple):
-    """One way to an answer."""
+    """An answer, obtained in one of the ways."""
 
     seconds: float
     """To its first token."""
@@ -128,7 +127,7 @@ def chunks(context: Context) -> list[Result]:
 
 
 def ingest(loaded: Loaded, logs: int) -> int:
-    """Has a chunk of so many logs kept by both backends; returns its length."""
+    """Ingests a chunk of this many logs in both backends; returns its length."""
     ids = _encoded(loaded, _chunk(logs))
     for way in ("inproc", "pion"):
         assert _retrieval(loaded, way).ingest(str(logs), ids).kept, way
@@ -165,7 +164,7 @@ def _chunk(logs: int) -> str:
 
 
 class Composed(NamedTuple):
-    """So many packs, and questions about them, composed and as text."""
+    """Answers to questions about this many packs, composed and as text."""
 
     tokens: int
     """Of the packs."""
@@ -184,7 +183,7 @@ class Composed(NamedTuple):
 
 
 def packs(context: Context) -> list[Result]:
-    """Agreement of composed packs with the same tokens as one prompt, by how many they are."""
+    """Agreement of composed packs with the same tokens as one prompt, by the number of packs."""
     counts = PACKS_WHEN_QUICK if context.quick else PACKS
     results = []
     with (
@@ -198,7 +197,7 @@ def packs(context: Context) -> list[Result]:
 
 
 def compose(loaded: Loaded, count: int) -> Composed:
-    """Asks about so many packs, composed and as text."""
+    """Asks about this many packs, composed and as text."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 

@@ -1,8 +1,8 @@
 """The rows about many prefixes: small calls with few and with very many stored, and start-up.
 
-The one decision: both stores are served at the same time, by a process each, and asked in turn, call by
-call, so that p99 means the same on both sides. Small calls are timed as the caller sees them, the
-client included.
+The one decision: both stores are served at the same time, each by its own process, and asked in turn,
+call by call, so that p99 means the same on both sides. Small calls are timed as the caller sees them,
+including the client.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def calls(context: Context) -> list[Result]:
 
 
 def start_up(context: Context) -> list[Result]:
-    """From the creation of the server's process until it serves, with 10,000 prefixes stored."""
+    """From the start of the server's process until it serves, with 10,000 prefixes stored."""
     count = 1_000 if context.quick else 10_000
     directory, empty = context.scratch / str(count), context.scratch / "empty"
     _filled(context, directory, count)
@@ -113,7 +113,7 @@ def _filled(context: Context, directory: Path, count: int) -> None:
 
 
 def _check(asks: dict[str, Callable[[Client], Any]], client: Client) -> None:
-    """Whether what is timed is the right answer."""
+    """Fails unless the timed call gives the right answer."""
     lookup, membership, match = (ask(client) for ask in asks.values())
     assert lookup.hit
     assert np.all(membership[0])

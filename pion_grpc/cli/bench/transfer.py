@@ -1,8 +1,8 @@
 """The rows that move one large prefix: fetch, redis, store, export, memory.
 
-The one decision: our side is the client's public call, from its beginning until the caller has arrays;
-nothing of it is left out. Peers get the same bytes, their memory is as new or as warm as ours, and files
-of both sides lie in the page cache.
+The one decision: our side is the client's public call, from its start until the caller has arrays, with
+nothing left out. Peers get the same bytes, their memory is as fresh or as warm as ours, and the files of
+both sides are in the page cache.
 """
 
 import contextlib
@@ -233,7 +233,7 @@ def _put_large(server: Server, *, quick: bool) -> Large:
 
 
 def put(client: Client, prefix: Large) -> None:
-    """Stores the large prefix, and fetches it once to see that no bit has changed."""
+    """Stores the large prefix, and fetches it once to check that no bit has changed."""
     client.store(NAME, layers=prefix.layers, token_ids=prefix.token_ids, model=MODEL)
     fetched = client.fetch(NAME)
     assert fetched is not None
@@ -261,7 +261,7 @@ def _file_of(prefix: Large, directory: Path) -> Path:
 
 
 def _write(prefix: Large, directory: Path) -> None:
-    """Tensor by tensor, unbuffered: the file's own speed."""
+    """Writes tensor by tensor, unbuffered, at the speed of the file itself."""
     tensors = prefix.data.reshape(2 * len(prefix.layers), -1)
     with (directory / "new").open("wb", buffering=0) as file:
         for tensor in tensors:
@@ -294,7 +294,7 @@ def _check_equal(expected: list[Any], got: list[Any]) -> None:
 
 
 def _peak_while_fetching(server: Server) -> int:
-    """Returns the largest memory seen while clients fetch, each twice; each has its own connection."""
+    """Returns the peak memory while clients fetch, each twice and over its own connection."""
     done = threading.Event()
     peak = server.memory_bytes()
 

@@ -1,10 +1,10 @@
-"""The row of the headline: a few prompts, many queries each, through the public prompt cache.
+"""The headline row: a few prompts with many queries each, through the public prompt cache.
 
-Every request has one of the prompts and a question of its own, the prompts in turn; its cache comes from
-`get_or_prefill`, and it ends with its first token. Some requests are answered without the store too, the
-whole prompt in one piece as mlx-lm does it: cold. The one decision: a request that misses waits until
-its prompt is stored before the next one begins, so that the number of hits is arithmetic and not luck;
-the wait counts in the throughput.
+Every request has one of the prompts, in turn, and its own question; its cache comes from
+`get_or_prefill`, and it ends with its first token. Some requests are also answered without the store,
+the whole prompt in one piece as mlx-lm does it: cold. The one decision: after a miss, the next request
+begins when the prompt has been stored, so that the number of hits is arithmetic and not luck; the wait
+counts in the throughput.
 """
 
 import time
