@@ -103,6 +103,29 @@ def test_several_layers_are_stored_as_one(server: ServerProcess, client: Client)
     assert {(state.boundary_tokens, state.model) for state in found.values()} == {(9, "m")}
 
 
+def test_a_server_that_is_killed_within_a_store_of_several_has_all_the_old_ones(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    old = {layer: value(1_000 + layer, layer) for layer in range(3)}
+
+    def kill(done: int, total: int) -> None:
+        if done > total // 2 and server.process.poll() is None:
+            server.kill()
+
+    with Client(server.address, timeout_s=0.5) as client:
+        client.states.store_all("killed", old)
+        with pytest.raises(Unavailable):
+            client.states.store_all(
+                "killed", {layer: value(24 * MIB, layer) for layer in old}, progress=kill
+            )
+    server = start_server()
+    with Client(server.address) as client:
+        found = client.states.fetch_all("killed", old)
+        assert {layer: bytes(state.data) for layer, state in found.items()} == old
+        assert len(list((server.directory / "blobs").iterdir())) == len(old)
+
+
 @pytest.mark.parametrize(
     ("field", "values"),
     [
