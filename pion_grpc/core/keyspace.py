@@ -99,7 +99,7 @@ class Keys:
 
     def remove(self, names: Iterable[bytes]) -> int:
         """Removes keys; returns how many there were."""
-        return sum(self._table.remove(name) for name in names)
+        return self._table.remove_all(names)
 
     def expires_unix_ms(self, name: bytes) -> int | None:
         """Returns when a key expires; None: never.

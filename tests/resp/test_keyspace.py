@@ -399,6 +399,20 @@ def test_the_keys_of_a_full_server_are_refused_and_reads_go_on(
     assert wire("SET", "again", value) == "OK"
 
 
+def test_of_many_keys_removed_at_once_none_is_left_and_none_counted_twice(wire: Wire) -> None:
+    names = [f"many{i}" for i in range(1_200)]
+    wire("MSET", *[word for name in names for word in (name, "v")])
+    wire("DEL", "many3", "many4", "many5", "many600")
+    wire("SET", "many3", LARGE)
+    wire("RPUSH", "many4", "x")
+    wire("ZADD", "many5", 1, "x")
+    wire("HSET", "stays", "f", "v")
+    assert wire("DEL", *names, "many7", "nosuch", *names) == 1_199
+    assert wire("KEYS", "*") == [b"stays"]
+    assert wire("RPUSH", "many4", "y") == 1, "nothing of what it held comes back"
+    assert wire("ZADD", "many5", 1, "x") == 1
+
+
 def test_no_reply_has_more_in_memory_than_is_allowed(start_resp: Callable[..., Resp]) -> None:
     wire = start_resp(reply_bytes_max=1 << 20).connect()
     small = EVERY_BYTE * 128
