@@ -19,11 +19,8 @@ from=
 mesh=
 scope=user
 
-say() { printf '%s\n' "$*"; }
-fail() {
-	printf 'install.sh: %s\n' "$*" >&2
-	exit 1
-}
+# shellcheck source-path=SCRIPTDIR source=jobs.sh
+. "$here/jobs.sh"
 
 while [ $# -gt 0 ]; do
 	case $1 in
@@ -48,30 +45,9 @@ while [ $# -gt 0 ]; do
 	shift
 done
 
-root=${DESTDIR:-}
-label_server=org.pion-grpc.server
-label_envoy=org.pion-grpc.envoy
-if [ "$scope" = system ]; then
-	[ "$(id -u)" = 0 ] || fail "installing for the machine needs sudo"
-	domain=system
-	user=_pion
-	opt=$root/usr/local/opt/pion-grpc
-	etc=$root/usr/local/etc/pion-grpc
-	var=$root/usr/local/var/pion-grpc
-	logs=$root/usr/local/var/log/pion-grpc
-	jobs=$root/Library/LaunchDaemons
-	templates=$deploy/launchd/daemons
-else
-	[ "$(id -u)" != 0 ] || fail "run this as yourself, or with --system"
-	domain=gui/$(id -u)
-	user=
-	opt=$root$HOME/.local/opt/pion-grpc
-	etc=$root$HOME/.config/pion-grpc
-	var="$root$HOME/Library/Application Support/pion-grpc"
-	logs=$root$HOME/Library/Logs/pion-grpc
-	jobs=$root$HOME/Library/LaunchAgents
-	templates=$deploy/launchd/agents
-fi
+places "$scope" installing
+templates=$deploy/launchd/agents
+[ "$scope" != system ] || templates=$deploy/launchd/daemons
 
 # A node's server listens for the other nodes. The job of a single machine would take it out of the mesh.
 if [ "$scope" = system ] && [ -z "$mesh" ] && [ -f "$jobs/$label_envoy.plist" ]; then
@@ -145,41 +121,21 @@ fi
 # XML's and sed's own signs in a path.
 escaped() { printf '%s' "$1" | sed -e 's/&/\&amp;/g' -e 's/</\&lt;/g' -e 's/[\\&|]/\\&/g'; }
 
-# A proxy that runs tells its clients to go elsewhere before it goes itself.
-drain() {
-	loaded "$1" || return 0
-	admin=$(plutil -extract admin.address.socket_address.port_value raw -o - "$etc/envoy.json") || return 0
-	if curl --silent --fail --max-time 5 --output /dev/null --request POST \
-		"http://127.0.0.1:$admin/drain_listeners?graceful"; then
-		say "its clients leave $1: 10 seconds"
-		sleep 10
-	fi
-}
-
-# Jobs. One that is loaded is stopped first, and given the time that it takes.
-loaded() { launchctl print "$domain/$1" >/dev/null 2>&1; }
+# Jobs. One that is loaded is stopped first.
 start() {
 	plist=$jobs/$1.plist
 	sed "s|/Users/you|$(escaped "$root${HOME:-}")|g" "$templates/$1.plist" >"$plist.new"
 	chmod 644 "$plist.new"
-	if loaded "$1"; then
-		launchctl bootout "$domain/$1" || true
-		waited=0
-		while loaded "$1"; do
-			[ "$waited" -lt 60 ] || fail "$1 does not stop"
-			waited=$((waited + 1))
-			sleep 1
-		done
-	fi
+	stop "$1"
 	mv -f -- "$plist.new" "$plist"
 	launchctl enable "$domain/$1"
 	launchctl bootstrap "$domain" "$plist"
 	say "started $1; its log: $logs/${1##*.}.log"
 }
-start $label_server
+start "$label_server"
 if [ -n "$mesh" ]; then
-	drain $label_envoy
-	start $label_envoy
+	drain "$label_envoy"
+	start "$label_envoy"
 fi
 
 say "installed $opt; take it away again with $here/uninstall.sh"
