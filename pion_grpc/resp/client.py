@@ -34,10 +34,8 @@ class Client:
     local: str
     is_local: bool
     """Whether the peer is this host: the only one that a path means something to."""
-    close: Callable[[], None]
-    """Ends the connection, once what was replied has been sent."""
     abort: Callable[[], None]
-    """Ends it at once: there are peers that never take what was replied."""
+    """Ends the connection at once: there are peers that never take what was replied."""
     tenant: str = ""
     authenticated: bool = False
     version: Version = 2
@@ -53,7 +51,7 @@ class Client:
     replies: bool = True
     skip_replies: int = 0
     ending: bool = False
-    """Whether it has said QUIT: nothing after that is executed."""
+    """Whether it has said QUIT, or ended itself: nothing after that is executed, and it is closed."""
     gone: bool = False
     """Whether its connection is lost: nobody waits for an answer any more."""
     since: float = field(default_factory=time.monotonic)

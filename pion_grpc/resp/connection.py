@@ -499,7 +499,6 @@ class Connection(asyncio.BufferedProtocol):
             peer=_address(peer),
             local=_address(local),
             is_local=unix or (isinstance(peer, tuple) and peer[0] in _LOCAL_ADDRESSES),
-            close=self.finish,
             abort=self.abort,
         )
 

@@ -212,6 +212,17 @@ def test_client_list_shows_who_is_there_and_kill_ends_them(resp: Resp) -> None:
     assert other("CLIENT", "KILL", "ID", number) == 0
 
 
+def test_who_kills_itself_is_told_so_and_gets_no_further(wire: Wire, resp: Resp) -> None:
+    number = wire("CLIENT", "ID")
+    assert wire("CLIENT", "KILL", "ID", number) == 0
+    wire.socket.sendall(
+        encoded("CLIENT", "KILL", "ID", number, "SKIPME", "no") + encoded("SET", "too", "late")
+    )
+    assert wire.read() == 1
+    assert wire.is_closed()
+    assert resp.connect()("EXISTS", "too") == 0
+
+
 def test_who_never_reads_is_killed_all_the_same(resp: Resp) -> None:
     one, other = resp.connect(), resp.connect()
     number = one("CLIENT", "ID")

@@ -272,7 +272,10 @@ def _client_help(call: Call) -> Answer:
 def _kill(call: Call, wanted: Callable[[Client], bool]) -> int:
     victims = [one for one in call.services.clients if wanted(one) and may_see(call, one)]
     for victim in victims:
-        (victim.close if victim is call.client else victim.abort)()
+        if victim is call.client:
+            victim.ending = True  # once it has its reply
+        else:
+            victim.abort()
     return len(victims)
 
 
