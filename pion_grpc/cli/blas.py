@@ -1,9 +1,9 @@
 """Which BLAS computes float32 products, for NumPy and for MLX on a CPU.
 
-MLX's Linux wheel brings the reference BLAS, which is 8 to 18 times slower than a tuned one. A library
-that is preloaded takes its place, because the dynamic linker asks the global scope first. So what is in
-use is not read from a version: the symbol that MLX calls is looked up as the linker does, and the file
-that it lies in is named.
+MLX's Linux wheel brings the reference BLAS, which is 8 to 18 times slower than a tuned one. A preloaded
+library replaces it, because the dynamic linker searches the global scope first. The one decision: what
+is in use is not told by a version. The symbol that MLX calls is looked up as the linker does it, and
+the file it is in is named.
 """
 
 import ctypes
@@ -24,19 +24,19 @@ _SYMBOL = "cblas_sgemm"
 
 
 def is_fast(library: str) -> bool:
-    """Says whether a library, by its name, is a tuned BLAS."""
+    """Returns whether a library is a tuned BLAS, judging by its name."""
     return any(name in Path(library).name.lower() for name in _FAST)
 
 
 def preloadable() -> str:
-    """Returns the path of an installed library that may be preloaded; empty if there is none."""
+    """Returns the path of an installed library to preload; empty if there is none."""
     if not sys.platform.startswith("linux"):
         return ""
     return next((path for pattern in _INSTALLED for path in sorted(glob.glob(pattern))), "")
 
 
 def with_fast_blas(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment whose processes use a fast BLAS, where one is installed."""
+    """Returns an environment whose processes use a fast BLAS, if one is installed."""
     library = preloadable()
     if not library or environment.get("LD_PRELOAD"):
         return dict(environment)
@@ -44,7 +44,7 @@ def with_fast_blas(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_mlx() -> str:
-    """Returns the library that MLX's CPU products run in; empty if it cannot be told.
+    """Returns the library that MLX's CPU products run in; empty if that is unknown.
 
     MLX must have been imported.
     """
@@ -54,7 +54,7 @@ def of_mlx() -> str:
 
 
 def of_numpy() -> str:
-    """Returns the library that NumPy's products run in, or the name that it was built with."""
+    """Returns the library that NumPy's products run in, or the one that NumPy names as its own."""
     import numpy as np
 
     built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
@@ -75,7 +75,7 @@ def _mlx_library() -> str:
 
 
 def _file_of(library: str | None) -> str:
-    """Returns the file in which a library finds the symbol; None stands for the global scope."""
+    """Returns the file in which a library finds the symbol; None is the global scope."""
     if library == "":
         return ""
     try:

@@ -20,7 +20,7 @@ from pion_grpc.cli.output import printable
 
 @contextlib.contextmanager
 def connected(options: argparse.Namespace, *, timeout_s: float = 5.0) -> Iterator[Client]:
-    """Lends a client of the server that `--address` names.
+    """Yields a client of the server that `--address` names.
 
     Raises:
         CommandFailed: the server cannot be reached, or refuses.
@@ -48,7 +48,7 @@ class Wire(NamedTuple):
 
 @contextlib.contextmanager
 def wired(options: argparse.Namespace) -> Iterator[Wire]:
-    """Lends a connection to the same server, for what moves bytes by itself.
+    """Yields a connection to the same server, for code that reads and writes its streams itself.
 
     Raises:
         CommandFailed: as `connected` does.

@@ -1,4 +1,4 @@
-"""Runs a model over a cache: prefill, and greedy decoding with its time to first token.
+"""Runs a model with a cache: prefill, and greedy decoding with its time to first token.
 
 Knows neither which model it runs nor where the cache came from. The one decision: both go through
 mlx-lm's own `generate_step`, so that what is measured and compared is what every mlx-lm user runs,
@@ -17,16 +17,16 @@ from mlx_lm.generate import generate_step
 
 
 class Decoded(NamedTuple):
-    """What `greedy` made."""
+    """The result of `greedy`."""
 
     ids: list[int]
-    """The new tokens, the one that ended the answer included."""
+    """The new tokens, including the one that ended the answer."""
     ttft_ms: float
     """From the call to the first token."""
 
 
 def prefill(model: Module, ids: Sequence[int], cache: list[Any]) -> None:
-    """Appends the tokens to the cache and waits until it is computed."""
+    """Appends the tokens to the cache, and returns when it has been computed."""
     for _ in generate_step(_prompt(ids), model, max_tokens=0, prompt_cache=cache):
         raise AssertionError("no token was asked for")
 
@@ -34,7 +34,7 @@ def prefill(model: Module, ids: Sequence[int], cache: list[Any]) -> None:
 def greedy(
     model: Module, ids: Sequence[int], cache: list[Any], n: int, *, eos_id: int | None = None
 ) -> Decoded:
-    """The `n` most likely next tokens after what the cache holds and then `ids`; fewer after eos.
+    """The `n` most likely tokens after those in the cache followed by `ids`; fewer if one is eos.
 
     The cache then holds `ids` and all new tokens too.
 

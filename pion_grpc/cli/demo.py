@@ -1,8 +1,8 @@
 """`demo`: the main job on a real model, in three processes.
 
-A server with a directory of its own; a first client that meets a miss, prefills a prompt and stores it;
-and, when that has ended, a second one that meets the hit and never prefills. What is shown is what the
-server and the clients counted, and the verdict is a comparison of token ids, not of impressions.
+A server with its own directory; a first client that misses, prefills a prompt and stores it; and, after
+that has ended, a second client that hits and never prefills the prompt. What is shown is what the server
+and the clients counted, and the verdict compares token ids.
 
 The one decision: nothing outlives the demo. Server and clients are in process groups of their own, so
 that Ctrl-C reaches only this process, which ends them and removes the directory, however it ends itself.
@@ -31,7 +31,7 @@ from pion_grpc.cli.output import console, seconds, show, size, table
 END_TIMEOUT_S = 15.0
 
 Say = Callable[[str, str], None]
-"""Takes who, and what happened."""
+"""Takes who did something, and what."""
 
 
 class Run(NamedTuple):
@@ -40,7 +40,7 @@ class Run(NamedTuple):
     prompt_tokens: int
     question_tokens: int
     cache_ms: float
-    """Until the cache of the prompt was there: prefilled, or fetched and installed."""
+    """Time until the prompt's cache was there: prefilled, or fetched and installed."""
     ttft_ms: float
     answer: str
     answer_ids: list[int]
@@ -85,7 +85,7 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def judged(first: Run, second: Run) -> tuple[bool, str]:
-    """Says whether the demo showed what it promises, and in words what it showed."""
+    """Returns whether the demo showed what it promises, and a sentence about it."""
     if not second.hit or second.stats["tokens_prefilled"]:
         return False, f"FAILED: the second process did not use what was stored: {second.stats}"
     if first.answer_ids != second.answer_ids:
@@ -98,14 +98,14 @@ def judged(first: Run, second: Run) -> tuple[bool, str]:
 
 def _render(out: Console, first: Run, second: Run, receipt: Receipt, verdict: str) -> None:
     shown = table(
-        f"{first.prompt_tokens} tokens of prompt, {first.question_tokens} of question", "",
+        f"A prompt of {first.prompt_tokens} tokens, a question of {first.question_tokens}", "",
         "client 1, cold", "client 2, warm",
     )  # fmt: skip
     served = receipt.bytes_exported + receipt.bytes_streamed
     rows = [
-        ("prompt", "miss, prefilled", f"hit, {second.stats['lane']}"),
+        ("prompt", "miss, prefilled", f"hit, fetched by {second.stats['lane']}"),
         ("time to first token", seconds(first.ttft_ms / 1e3), seconds(second.ttft_ms / 1e3)),
-        ("of which for the prompt", seconds(first.cache_ms / 1e3), seconds(second.cache_ms / 1e3)),
+        ("of that, for the prompt", seconds(first.cache_ms / 1e3), seconds(second.cache_ms / 1e3)),
         ("tokens not computed again", "0", f"{second.stats['tokens_served']:,}"),
         ("bytes of K/V", "", size(served)),
         ("answer", first.answer, second.answer),
@@ -126,9 +126,9 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Lets SIGTERM and a closed terminal end the demo as Ctrl-C does, everything cleaned up.
+    """Lets SIGTERM and a closed terminal end the demo as Ctrl-C does, with everything cleaned up.
 
-    Also where they were ignored when it started, as in the background of a script.
+    Even if these signals were ignored when it started, as in the background of a script.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -179,14 +179,15 @@ def _client(name: str, address: str, say: Say) -> Run:
 
 def _progress(event: str, told: dict[str, Any]) -> str:
     if event == "loading":
-        return "loads SmolLM2-135M (once per machine it is converted first, which takes longer)"
+        return (
+            "loads SmolLM2-135M (the first time on a machine, it is converted, which takes longer)"
+        )
     if event == "asking":
-        return f"asks for its {told['prompt_tokens']} tokens of prompt"
+        return f"asks for its prompt of {told['prompt_tokens']} tokens"
     if event == "answered":
-        how = "hit: fetched them" if told["hit"] else "miss: prefilled them"
-        return f"{how} in {seconds(told['cache_ms'] / 1e3)}, and answered"
-    stored = " Its prompt is stored." if told["stats"]["stores"] else ""
-    return f"has ended.{stored}"
+        how = "a hit: fetched it" if told["hit"] else "a miss: prefilled it"
+        return f"{how} in {seconds(told['cache_ms'] / 1e3)}, then answered"
+    return "stored the prompt and ended" if told["stats"]["stores"] else "ended"
 
 
 @contextlib.contextmanager
@@ -218,7 +219,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def _lines(process: "subprocess.Popen[str]") -> Iterator[str]:
-    """Yields what a process prints. The pipe stays open: a writer must not find its reader gone."""
+    """Yields what a process prints. The pipe stays open: the process may go on writing to it."""
     assert process.stdout is not None
     for line in process.stdout:  # noqa: UP028 - `yield from` would close it with the generator
         yield line

@@ -1,8 +1,8 @@
 """One client process of the demo: `python -m pion_grpc.cli.demo_client ADDRESS`.
 
-Both processes run this same program; what differs is only what the server has. It asks for the prompt's
-cache, continues it with the question, and waits until everything is stored. Its report goes to stdout,
-one JSON object per line.
+Both clients run this program; only what the server has stored differs. It asks for the prompt's cache,
+continues it with the question, and waits until everything is stored. Its report goes to stdout, one JSON
+object per line.
 
 The one decision: the answer is computed the same way with and without a hit, on a cache of exactly the
 prompt's tokens. So the prefill of both processes is split at the same token, and the answers can be
@@ -58,7 +58,7 @@ Saltholm lands beside the museum at eleven and at three o'clock from May to Sept
 
 
 def main(address: str) -> None:
-    """Asks, answers, waits for the store, and reports."""
+    """Gets the cache, answers, waits until it is stored, and reports."""
     _report("loading")
     try:
         from pion_client.mlx import PionPromptCache, model_id

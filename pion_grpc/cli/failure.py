@@ -1,4 +1,4 @@
-"""How a command ends when it cannot do what was asked; quick to import."""
+"""How a command ends if it cannot do what it was asked; quick to import."""
 
 
 class CommandFailed(Exception):

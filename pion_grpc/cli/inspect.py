@@ -1,7 +1,7 @@
 """What a running server holds and what it has done: `ls`, `stat` and `drop`.
 
-Knows the client, and nothing of how things are stored. Where a figure is an estimate it is called one,
-in the table and in the JSON.
+Knows the client, and nothing of how things are stored. The one decision: an estimate is called an
+estimate, in the table and in the JSON.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def ls(options: argparse.Namespace) -> int:
 
 
 def stat(options: argparse.Namespace) -> int:
-    """Shows the receipt, and what the server is and holds."""
+    """Shows the receipt, and what the server holds."""
     with connected(options) as client:
         server = client.describe()
         receipt: Receipt | None = None
@@ -78,7 +78,7 @@ def stat(options: argparse.Namespace) -> int:
 
 
 def drop(options: argparse.Namespace) -> int:
-    """Takes prefixes out; 1 if one was not stored."""
+    """Removes prefixes; returns 1 if one was not stored."""
     with connected(options) as client:
         dropped = client.drop(*options.names)
     results = list(zip(options.names, dropped, strict=True))
@@ -159,7 +159,7 @@ def _as_json(info: PrefixInfo) -> dict[str, Any]:
 
 
 def _tensors(layout: Layout) -> list[dict[str, Any]]:
-    """Returns the tensors, those of neighbouring slots that are alike as one entry."""
+    """Returns the tensors; equal ones of neighbouring slots are one entry."""
     found: list[dict[str, Any]] = []
     for tensor in sorted(layout.tensors, key=lambda tensor: (tensor.side, tensor.slot)):
         alike = {

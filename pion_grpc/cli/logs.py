@@ -1,4 +1,4 @@
-"""Logs: one JSON object per line where a program reads them, readable lines on a terminal."""
+"""Logs: readable lines on a terminal, one JSON object per line anywhere else."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ import structlog
 
 
 class _Unbreakable:
-    """A stream whose reader may go away: a server does not stop because nobody reads its log."""
+    """A stream whose reader may go away: a server must not stop because nobody reads its log."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -24,7 +24,7 @@ class _Unbreakable:
 
 
 def set_up_logs(stream: TextIO) -> None:
-    """Sends the process's log to `stream`."""
+    """Sends the log of this process to `stream`."""
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer()
         if stream.isatty()

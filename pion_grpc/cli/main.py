@@ -1,4 +1,4 @@
-"""`pion-grpc`: the command line. Each command is a module of this package, imported when it is used."""
+"""`pion-grpc`: the command line. Each command is in a module of this package, imported when it runs."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="pion-grpc",
-        description="Keeps what a language model has already computed.",
+        description="Keeps what a language model has already computed, for whoever needs it next.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"pion-grpc {__version__}")

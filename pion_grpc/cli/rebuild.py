@@ -12,7 +12,7 @@ from pion_grpc.errors import DiskFull
 
 
 def rebuild_catalogue(options: argparse.Namespace) -> int:
-    """Makes the catalogue; 1 if something was not adopted."""
+    """Rebuilds the catalogue; returns 1 if a file was not adopted."""
     try:
         with progress(options, "checking") as advance:
             rebuilt = rebuild(options.data, options.tenant, advance)
@@ -33,7 +33,7 @@ def rebuild_catalogue(options: argparse.Namespace) -> int:
             f"{counted(len(rebuilt.not_adopted), 'file', 'files')} not; {size(rebuilt.bytes_read)} read"
         )
         directory = printable(shlex.quote(str(options.data)))
-        console.print(f"start a server: pion-grpc serve --data {directory}")
+        console.print(f"start a server on it with: pion-grpc serve --data {directory}")
 
     value = {
         "directory": str(options.data),

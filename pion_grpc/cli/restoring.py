@@ -1,4 +1,4 @@
-"""`pion-grpc import SNAPSHOT --data DIR`: a data directory out of what KV.PREFIX.SAVE wrote."""
+"""`pion-grpc import SNAPSHOT --data DIR`: a data directory from a snapshot that KV.PREFIX.SAVE wrote."""
 
 import argparse
 
@@ -9,13 +9,13 @@ from pion_grpc.storage.snapshot import restore_snapshot
 
 
 def restore(options: argparse.Namespace) -> int:
-    """Makes a data directory of a snapshot."""
+    """Restores a snapshot to a new data directory."""
     restore_snapshot(options.file, options.data)
     value = {"file": str(options.file), "data": str(options.data)}
 
     def render(console: Console) -> None:
         directory = printable(str(options.data))
-        console.print(f"restored: pion-grpc serve --data {directory}")
+        console.print(f"restored; start a server on it with: pion-grpc serve --data {directory}")
 
     show(options, value, render)
     return 0

