@@ -135,7 +135,8 @@ def test_a_stream_that_breaks_again_and_again_goes_on_as_long_as_it_brings_somet
 def test_a_stream_that_never_brings_anything_is_given_up(
     server: ServerProcess, direct: Client
 ) -> None:
-    with linked(server.address, cut_down=500, cuts=1_000) as link, remote(link.address) as client:
+    cut = linked(server.address, cut_down=500, cuts=1_000)
+    with cut as link, remote(link.address, timeout_s=1.0) as client:
         with pytest.raises(Unavailable) as given_up:
             client.fetch("name")
         assert given_up.value.from_transport
@@ -196,7 +197,11 @@ def test_a_store_that_was_cut_is_repeated_as_a_whole(server: ServerProcess, dire
 
 def test_a_store_that_is_always_cut_leaves_nothing(server: ServerProcess, direct: Client) -> None:
     cut = linked(server.address, cut_up=5 * MIB, cuts=1_000)
-    with cut as link, remote(link.address) as client, pytest.raises(Unavailable):
+    with (
+        cut as link,
+        remote(link.address, timeout_s=1.0) as client,
+        pytest.raises(Unavailable),
+    ):
         client.store("never", layers=LAYERS, token_ids=range(4_000), model=MODEL)
     assert not direct.lookup("never").hit
 
