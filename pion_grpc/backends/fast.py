@@ -150,7 +150,7 @@ def _attend_sparse(resident: _Held, query: Sparse) -> Answer:
 def _attend_tile(q: F32, parts: list[_Part], mask: Array | None) -> tuple[F32, F32]:
     """Softmax attention of scaled q [group][rows][dim] over the union of ``parts``.
 
-    ``mask`` says what is visible of the last so many columns, bool [rows][columns] or
+    ``mask`` says which of the last columns are visible, bool [rows][columns] or
     [group][1][columns]; None where all is. Every row sees some key. Returns out [group][rows][dim]
     and lse [group][rows].
     """

@@ -21,7 +21,7 @@ def written_rows(
         extents: in the order of writing; those of other tensors, and outside the range, may be among
             them.
         begin: the first row.
-        end: the row behind the last one.
+        end: the row after the last one.
     """
     is_written = bytearray(end - begin)
 

@@ -64,7 +64,7 @@ class RowOrder:
         if not 1 <= chunk.row_count <= array.end_row - self._row:
             raise InvalidRequest(
                 "rows.row_count",
-                f"{chunk.row_count} rows from {self._row} on end behind {array.end_row}",
+                f"{chunk.row_count} rows from {self._row} on go beyond {array.end_row}",
             )
         check_data("rows", chunk.data, chunk.row_count * array.row_bytes, chunk.crc32c)
         self._row += chunk.row_count

@@ -184,7 +184,7 @@ class Space:
     def has_room(
         self, transaction: Transaction, tenant: str, needed: int, grown_bytes: int = 0
     ) -> bool:
-        """Whether so many bytes fit into what a transaction sees, with nothing reserved or evicted."""
+        """Whether this many bytes fit into what a transaction sees, with nothing reserved or evicted."""
         stored = transaction.stored_bytes() + needed + self._overhead_bytes() + grown_bytes
         quota = self.tenant_budget_bytes
         return stored <= self.budget_bytes and (

@@ -253,7 +253,7 @@ class FetchQuery:
     slots: frozenset[int] = frozenset()
     """Empty means all."""
     part_kinds: tuple[str, ...] = ()
-    """What must be there at the end of the rows, and is handed out behind them."""
+    """What must be there at the end of the rows, and is handed out after them."""
     resume: Position = field(default_factory=Position)
     codecs: frozenset[str] | None = None
     """Codecs that the reader decodes itself; None means any. Rows in others come as float32."""
@@ -417,7 +417,7 @@ def _check_kinds(kinds: tuple[str, ...]) -> None:
 
 
 def _check_text(field: str, text: str, least: int, most: int) -> None:
-    """Raises InvalidRequest unless `text` has so many bytes of UTF-8."""
+    """Raises InvalidRequest unless `text` has `least` to `most` bytes of UTF-8."""
     size = len(text.encode("utf-8", "surrogatepass"))
     if not least <= size <= most:
         raise InvalidRequest(field, f"{size} bytes long; {least} to {most} are allowed", limit=most)

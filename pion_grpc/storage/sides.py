@@ -88,7 +88,7 @@ class Sides:
         )
 
     def resized(self, prefix: int, side: str, rows: int, size: int) -> None:
-        """Notes that a side has so many rows and bytes more, or fewer."""
+        """Notes that a side has this many rows and bytes more, or fewer."""
         self._transaction.run(
             "UPDATE side SET rows = rows + ?, bytes = bytes + ? WHERE prefix = ? AND side = ?",
             (rows, size, prefix, side),

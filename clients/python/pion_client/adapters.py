@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         """What they keep in memory."""
         return sum(array.nbytes for side in self for array in arrays_of(side))
 
-    def behind(self, base: int) -> "Rows":
+    def after(self, base: int) -> "Rows":
         """Returns the rows from `base` on."""
         return Rows(*(with_arrays(side, [a[:, base:] for a in arrays_of(side)]) for side in self))
 

@@ -230,7 +230,7 @@ class AttendMixin:
     """Attend's part of the client. Arrays are (heads, rows or queries, head_dim), of any float type.
 
     In all queries: `head_map` names the K/V head of each query head, by default in groups, as GQA has
-    them; `window` shows only so many of the last rows, 0 all, None what the server is set to; `scale`
+    them; `window` is how many of the last rows are visible, 0 all, None the server's setting; `scale`
     is 1/√head_dim unless given; `warm` makes a cold entry resident first, from the prefix it came from.
     `q` without the middle axis is one query per head, and answered alike.
 
@@ -279,7 +279,7 @@ class AttendMixin:
             head_dim: 0: as stored.
             layers: only these; by default all.
             generation: only if the rows are still of it; 0: whatever there is.
-            rows: only so many from the first one; 0: all.
+            rows: how many, from the first one; 0: all.
             timeout_s: by default a minute.
 
         Raises:

@@ -133,7 +133,7 @@ def make_pion_prompt_cache(
         prompt_cache: the `PionPromptCache` of the model.
         prefix_len: the prefix's tokens.
         sparse_full_layers: {"K_block": rows, "K_blocks": count}: when one token is decoded, every layer
-            looks at so many blocks of the prefix only, the best ones, and at all that follows it.
+            attends only to this many blocks of the prefix, the best ones, and to all that follows it.
         selector: how blocks are ranked, "mean" (default) or "quest"; single keys that matter much are
             found by "quest" only (`Client.attend_query_sparse_auto`).
 

@@ -76,7 +76,7 @@ class Bundle(NamedTuple):
 
     def layers(self, base: int = 0) -> list[Rows]:
         """Returns the rows from `base` on."""
-        return [pair.behind(base) for pair in self.rows] if base else self.rows
+        return [pair.after(base) for pair in self.rows] if base else self.rows
 
     @property
     def boundaries(self) -> set[int]:

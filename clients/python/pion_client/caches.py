@@ -227,7 +227,7 @@ def take(cache: Cache) -> list[Rows]:
 
 
 def take_parts(cache: Cache, boundary_tokens: int) -> list[Taken]:
-    """Everything in a cache beside rows, as it is now, after so many tokens.
+    """Everything in a cache except rows, as it is now, after this many tokens.
 
     Only what does not lie row-major in memory is copied; later updates of the cache do not show.
 

@@ -222,12 +222,12 @@ class PionStore(_Connected):
 
         Raises:
             ValueError: rows have another width.
-            NotStored: it is not there, or has none of these rows, or not so many layers.
+            NotStored: it is not there, has none of these rows, or has fewer layers.
         """
         span = token_offset, token_offset + n_tokens
         try:
             prefix = self._client.fetch(self._name(namespace), slots=range(n_layers), rows=span)
-        except RowsOutOfRange:  # some layer is shorter: each by itself, with zeros behind
+        except RowsOutOfRange:  # some layer is shorter: each by itself, filled up with zeros
             sides = (
                 [
                     self.fetch_layer(namespace, side, layer, *span, kv_dim)

@@ -114,7 +114,7 @@ class Residency:
                 self._kept.popitem(last=False)
 
     def kept(self, namespace: str, token_count: int) -> Kept | None:
-        """Returns the rows of a namespace, if they are at hand and so many."""
+        """Returns the rows of a namespace, if they are at hand and this many."""
         with self._lock:
             kept = self._kept.get(namespace)
             if kept is None or kept.token_count != token_count:
@@ -214,7 +214,7 @@ class Residency:
             self._samples.append((token_count, call_ms))
 
     def call_ms_expected(self, token_count: int) -> float | None:
-        """Returns what a query over so many rows takes, by those that were asked; None: none was."""
+        """Returns how long a query over this many rows takes, by those before; None without any."""
         with self._lock:
             samples = list(self._samples)
         if not samples:

@@ -77,7 +77,7 @@ def rows_shared(
             return Shared(begin, 0)
         generation = prefix.generation
         codecs = {key: codec for key, codec in codecs_of(facts.layout).items() if key[0] == slot}
-        mine = rows_of([pair.up_to(end).behind(begin)], (slot,), codecs)
+        mine = rows_of([pair.up_to(end).after(begin)], (slot,), codecs)
         end = begin + _alike(mine, rows_of(prefix.layers, prefix.slots, "raw"))
         if end == begin:
             break

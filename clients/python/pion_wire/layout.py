@@ -1,7 +1,7 @@
 """Layouts: what the rows of a prefix look like, per (slot, side).
 
 A row is the K or V vector of one token in one slot, token-major: `heads * head_dim` values, so the
-rows of a tensor lie behind each other as [token][head][dim]. Values here are frozen and know neither
+rows of a tensor follow one another as [token][head][dim]. Values here are frozen and know neither
 protobuf nor files; both directions of both are derived from them.
 """
 

@@ -13,8 +13,8 @@
 Metadata (`__metadata__`, texts): `header_crc32c` (8 hex digits: the CRC-32C of the JSON, padding
 included, with zeros in their place), `format` "pion-segment/1", `model_id`, `layout` (JSON), `base`
 (rows that belong to the parent; the tensors hold the rows after them), `parent` (its namespace),
-`parts` (JSON), `namespace` (the name it was stored under; empty where nobody said). There is no dead
-byte between tensors or behind them, because safetensors refuses those.
+`parts` (JSON), `namespace` (the name it was stored under; empty if it had none). There is no unused
+byte between or after tensors, because safetensors refuses those.
 
 The one decision: a header has one form. Its text follows from what it says, so a reader writes it
 again and compares: offsets that lie, numbers in another spelling and, thanks to the checksum, a changed

@@ -31,7 +31,7 @@ class Taken(NamedTuple):
 
     seconds: float
     beyond_s: float
-    """Of these what `get_or_prefill` took beside the prefill; 0 without the client."""
+    """Of that, what `get_or_prefill` took beyond the prefill; 0 without the client."""
 
 
 def miss(context: Context) -> list[Result]:

@@ -59,12 +59,12 @@ def large(*, quick: bool) -> Large:
 
 
 def long_ids(number: int, tokens: int) -> np.ndarray:
-    """The token ids of the so many-th long prefix; no two have a first block in common."""
+    """The token ids of the long prefix with this number; no two have the same first block."""
     return np.random.default_rng(number).integers(0, 50_000, tokens, dtype=np.uint32)
 
 
 def hashes(count: int) -> bytes:
-    """A router's table: so many u64."""
+    """A router's table of this many u64."""
     return np.random.default_rng(2).integers(0, 1 << 64, count, dtype=np.uint64).tobytes()
 
 

@@ -38,7 +38,7 @@ _SENTENCES_OF_A_PROMPT = 9
 
 
 def prompt(number: int, repeats: int = 1) -> str:
-    """A system prompt of some 145 tokens, so many times over."""
+    """A system prompt of about 145 tokens, repeated this many times."""
     chosen = random.Random(number).sample(_SENTENCES, _SENTENCES_OF_A_PROMPT)
     return " ".join(chosen * repeats)
 

@@ -217,7 +217,7 @@ def _bf16_value(word: int) -> np.float32:
 
 
 def _stream(codes: Sequence[int], bits: int) -> bytes:
-    """Codes behind each other, least significant bit first."""
+    """Codes one after another, least significant bit first."""
     whole = sum(code << bits * i for i, code in enumerate(codes))
     return whole.to_bytes(len(codes) * bits // 8, "little")
 
