@@ -16,17 +16,14 @@ one after the other: who waited finds resident what it was about to load.
 """
 
 import contextlib
-import enum
-import mmap
+import functools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from crc32c import crc32c
 
 from pion_grpc.backends import (
     Answer,
@@ -36,115 +33,35 @@ from pion_grpc.backends import (
     Unwanted,
     always,
     check,
-    check_range,
 )
 from pion_grpc.core.attend_query import FIELDS, Ask
+from pion_grpc.core.attend_room import ROOM_WAIT_S, Array, Room
+from pion_grpc.core.attend_upload import Upload
+from pion_grpc.core.attend_values import (
+    EntryInfo,
+    EntryState,
+    Key,
+    Shape,
+    Source,
+    Telemetry,
+    Warmed,
+    check_key,
+    check_layer_count,
+)
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Reading
-from pion_grpc.core.values import FetchQuery, check_namespace
+from pion_grpc.core.values import FetchQuery
 from pion_grpc.errors import (
-    ChecksumMismatch,
     Cold,
     GenerationDiffers,
     InvalidRequest,
     Missing,
     NotStored,
-    OverBudget,
     PionError,
     Stalled,
 )
 from pion_wire import limits
-from pion_wire.framing import PartChunk
 from pion_wire.layout import DType, Side
-
-Array = npt.NDArray[Any]
-
-LAYER_MAX = (1 << 32) - 1
-ROOM_WAIT_S = 10.0
-"""How long what would fit waits for the room of what is being loaded."""
-UPLOAD_BYTES_PER_S = 256 << 10
-"""What an upload must bring to keep the room that it has taken."""
-UPLOAD_PATIENCE_S = 10.0
-"""How much time an upload may be behind with that."""
-HUGE_BYTES = 4 << 20
-"""Memory that is worth huge pages."""
-
-
-class EntryState(enum.Enum):
-    """Where an entry stands."""
-
-    MISSING = "missing"
-    COLD = "cold"
-    RESIDENT = "resident"
-
-
-class Key(NamedTuple):
-    """The name of an entry."""
-
-    tenant: str
-    session: str
-    layer: int
-
-
-class Shape(NamedTuple):
-    """Heads, rows and values per head of an entry."""
-
-    heads: int
-    rows: int
-    head_dim: int
-
-    @property
-    def values(self) -> int:
-        """Values of K, and as many of V."""
-        return self.heads * self.rows * self.head_dim
-
-
-class Source(NamedTuple):
-    """A stored prefix whose rows become entries."""
-
-    namespace: str
-    heads: int = 0
-    """K/V heads or, on a grouped model, query heads; 0 takes the layout's."""
-    head_dim: int = 0
-    """Values per head; 0 takes the layout's."""
-    layers: frozenset[int] = frozenset()
-    """Empty means all."""
-    generation: int = 0
-    """Which the rows must be of; 0 takes any."""
-    rows: int = 0
-    """How many rows from the first one; layers with fewer are skipped. 0 takes all there are."""
-
-
-class EntryInfo(NamedTuple):
-    """Where one entry stands, and its shape unless it is missing."""
-
-    layer: int
-    state: EntryState
-    shape: Shape = Shape(0, 0, 0)
-
-
-class Warmed(NamedTuple):
-    """What making a prefix resident came to."""
-
-    layers: int
-    skipped: int
-    """Layers that do not have the shape asked for."""
-    resident_bytes: int
-
-
-class Telemetry(NamedTuple):
-    """Counts for people who watch the server."""
-
-    warm: int = 0
-    """Entries that are resident."""
-    cold: int = 0
-    """Entries that are known but not resident."""
-    demotions: int = 0
-    """Transitions from resident to cold since the start."""
-    rehydrates: int = 0
-    """Transitions from cold to resident since the start."""
-    resident_bytes: int = 0
-    """K and V that are resident. Block summaries come on top, at most a quarter of that."""
 
 
 class _Origin(NamedTuple):
@@ -198,15 +115,14 @@ class Attend:
         """Window of queries that do not name one; 0: all rows."""
         self.budget_bytes = budget_bytes
         self._store = store
-        self._room_wait_s = room_wait_s
+        self._room = Room(backend.dtype, budget_bytes, room_wait_s)
         self._clock = clock
         self._lock = threading.Condition(threading.Lock())
-        """Notified when room or a session becomes free."""
+        """Notified when a session becomes free."""
         self._loading: set[tuple[str, str]] = set()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._cold: OrderedDict[Key, _Record] = OrderedDict()
         self._bytes = 0
-        self._loading_bytes = 0
         self._demotions = 0
         self._rehydrates = 0
 
@@ -228,12 +144,13 @@ class Attend:
                     field, f"{len(data)} bytes are not the {4 * shape.values} of {tuple(shape)}"
                 )
         check_key(key)
-        with self._reserved([shape]):
+        with self._room.taken([shape]):
             return self._keep(key, _f32(k, shape), _f32(v, shape))
 
-    def begin_rows(self, key: Key, shape: Shape) -> "Upload":
+    def begin_rows(self, key: Key, shape: Shape) -> Upload:
         """Begins to take rows in chunks. Publish or abandon the upload. Raises as `store_rows` does."""
-        return Upload(self, key, shape)
+        check_key(key)
+        return Upload(self._room, shape, functools.partial(self._keep, key), self._clock)
 
     def store_prefix(self, tenant: str, session: str, source: Source) -> Warmed:
         """Makes the rows of a stored prefix resident: all layers at once, or none of them.
@@ -409,7 +326,7 @@ class Attend:
         self, reading: Reading, origin: _Origin, layers: dict[Key, _Layer]
     ) -> dict[Key, _Entry]:
         """Makes layers of an opened prefix resident; reads those only that are not."""
-        self._check_fits([layer.shape for layer in layers.values()])
+        self._room.check_fits([layer.shape for layer in layers.values()])
         with self._lock:
             entries = {
                 key: entry
@@ -418,7 +335,7 @@ class Attend:
                 and (entry.origin, entry.shape) == (origin, layer.shape)
             }
         missing = {key: layer for key, layer in layers.items() if key not in entries}
-        with self._reserved([layer.shape for layer in missing.values()]):
+        with self._room.taken([layer.shape for layer in missing.values()]):
             for key, layer in missing.items():
                 k = self._rows(reading, layer.k, layer.shape, "k")
                 v = self._rows(reading, layer.v, layer.shape, "v")
@@ -443,36 +360,15 @@ class Attend:
     def _rows(self, reading: Reading, position: int, shape: Shape, field: str) -> Array:
         """Reads a tensor, head-major, in the residency's own type."""
         dtype = reading.served_layout.tensors[position].dtype
-        rows = self._memory(shape)
+        rows = self._room.memory(shape)
         heads, end, head_dim = shape
         first = 0
         for data in reading.rows_of(position, 0, end):
             part = np.frombuffer(data, dtype.numpy).reshape(-1, heads, head_dim)
-            self._place(rows[:, first : first + len(part)], part.transpose(1, 0, 2), field)
+            self._room.place(rows[:, first : first + len(part)], part.transpose(1, 0, 2), field)
             first += len(part)
         assert first == end, "a tensor has the rows that its prefix says"
         return rows
-
-    def _memory(self, shape: Shape) -> Array:
-        """Pages of their own: taken as they are filled, given back with the last reference.
-
-        A heap would keep them, in pieces between others, and so hold twice what is resident.
-        """
-        dtype = np.dtype(np.float16 if self.backend.dtype == "f16" else np.float32)
-        size = shape.values * dtype.itemsize
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(pages, dtype).reshape(shape)
-
-    def _place(self, room: Array, values: Array, field: str) -> None:
-        """Puts values into memory of the residency's type."""
-        try:
-            check_range(values, self.backend.dtype, field)
-        except QueryError as error:
-            raise InvalidRequest(error.field, error.reason) from error
-        room[...] = values
 
     def _keep(self, key: Key, k: Array, v: Array) -> Warmed:
         entry = _Entry(self._load(k, v), None)
@@ -484,52 +380,6 @@ class Attend:
             return self.backend.load(k, v)
         except QueryError as error:
             raise InvalidRequest(error.field, error.reason) from error
-
-    @contextlib.contextmanager
-    def _reserved(self, shapes: Sequence[Shape]) -> Iterator[None]:
-        """Holds room for what is being loaded."""
-        size = self._check_fits(shapes)
-        self._reserve(size)
-        try:
-            yield
-        finally:
-            self._release(size)
-
-    def _check_fits(self, shapes: Sequence[Shape]) -> int:
-        """Returns the bytes of entries; raises unless they would fit with everything else gone."""
-        if any(min(shape) < 1 for shape in shapes):
-            raise InvalidRequest("rows", "heads, rows and head_dim are at least 1 each")
-        if len(shapes) > limits.ATTEND_ENTRIES_MAX:
-            raise OverBudget(
-                f"{len(shapes)} layers are more than the {limits.ATTEND_ENTRIES_MAX} entries there are"
-            )
-        itemsize = 2 if self.backend.dtype == "f16" else 4
-        size = sum(2 * shape.values * itemsize for shape in shapes)
-        if size > self.budget_bytes:
-            raise self._over_budget(size, "raise --resident-budget")
-        return size
-
-    def _reserve(self, size: int) -> None:
-        """Takes room, and waits for it if others are loading."""
-        with self._lock:
-            free = self._lock.wait_for(
-                lambda: self._loading_bytes + size <= self.budget_bytes, self._room_wait_s
-            )
-            if not free:
-                raise self._over_budget(size, f"{self._loading_bytes} are being loaded")
-            self._loading_bytes += size
-
-    def _release(self, size: int) -> None:
-        with self._lock:
-            self._loading_bytes -= size
-            self._lock.notify_all()
-
-    def _over_budget(self, size: int, why: str) -> OverBudget:
-        return OverBudget(
-            f"{size} bytes do not fit into the resident budget of {self.budget_bytes}: {why}",
-            needed_bytes=size,
-            budget_bytes=self.budget_bytes,
-        )
 
     def _admit(self, entries: dict[Key, _Entry]) -> None:
         """Makes entries the most recently used ones, and pushes out what does not fit beside them."""
@@ -554,109 +404,6 @@ class Attend:
         if key in self._cold:
             return EntryInfo(key.layer, EntryState.COLD, self._cold[key].shape)
         return EntryInfo(key.layer, EntryState.MISSING)
-
-
-class Upload:
-    """Rows of one entry on their way in: all of K, then all of V, in order. Publish or abandon it.
-
-    It has the room of what has come, not of what was declared, and loses it if too little comes.
-    """
-
-    def __init__(self, attend: Attend, key: Key, shape: Shape) -> None:
-        check_key(key)
-        attend._check_fits([shape])
-        self._attend = attend
-        self._key = key
-        self._side_bytes = 4 * shape.values
-        self._sides = [attend._memory(shape) for _ in range(2)]
-        self._filled = [0, 0]
-        self._cut = b""
-        """Begin of a value whose end is in the next chunk."""
-        self._reserved = 0
-        self._patience_s = UPLOAD_PATIENCE_S
-        self._waits_since = attend._clock()
-
-    def write(self, chunk: PartChunk) -> None:
-        """Takes the next chunk; part 0 is K, 1 is V.
-
-        Raises:
-            InvalidRequest, ChecksumMismatch: it is not the next one, or damaged, or a value does not
-                fit the residency's type.
-            OverBudget: others are loading, and leave no room for it.
-            Stalled: less comes than must.
-        """
-        part = int(self._filled[0] == self._side_bytes)
-        begin = self._filled[part]
-        end = begin + len(chunk.data)
-        if (chunk.part_index, chunk.offset_bytes) != (part, begin):
-            raise InvalidRequest(
-                "bytes",
-                f"part {chunk.part_index} at {chunk.offset_bytes} came where part {part} at {begin} "
-                "was next",
-            )
-        if not begin < end <= self._side_bytes:
-            left = self._side_bytes - begin
-            raise InvalidRequest("bytes", f"{len(chunk.data)} bytes came where {left} are missing")
-        if crc32c(chunk.data) != chunk.crc32c:
-            raise ChecksumMismatch(f"the bytes of part {part} at {begin} arrived damaged")
-        self._keep_pace(len(chunk.data))
-        self._take(chunk.data, part)
-        self._filled[part] = end
-        self._waits_since = self._attend._clock()  # what this took is not the peer's time
-
-    def publish(self) -> Warmed:
-        """Makes the entry resident.
-
-        Raises:
-            InvalidRequest: rows are missing.
-        """
-        if self._filled != [self._side_bytes] * 2:
-            raise InvalidRequest("bytes", "the stream ended before all declared rows came")
-        warmed = self._attend._keep(self._key, *self._sides)
-        self.abandon()
-        return warmed
-
-    def abandon(self) -> None:
-        """Gives the room back."""
-        self._attend._release(self._reserved)
-        self._reserved = 0
-
-    def _take(self, data: bytes | memoryview, part: int) -> None:
-        """Puts the values that are whole now where they belong."""
-        first = self._filled[part] // 4
-        data = self._cut + data if self._cut else data
-        count = len(data) // 4
-        self._cut = bytes(data[4 * count :])
-        if count:
-            room = self._sides[part].reshape(-1)[first : first + count]
-            self._attend._reserve(room.nbytes)
-            self._reserved += room.nbytes
-            self._attend._place(room, np.frombuffer(data, "<f4", count), "kv"[part])
-
-    def _keep_pace(self, byte_count: int) -> None:
-        """Raises Stalled unless enough has come lately: what came long ago earns no time."""
-        self._patience_s -= self._attend._clock() - self._waits_since
-        if self._patience_s < 0:
-            raise Stalled(f"less than {UPLOAD_BYTES_PER_S} bytes per second came")
-        earned_s = byte_count / UPLOAD_BYTES_PER_S
-        self._patience_s = min(self._patience_s + earned_s, UPLOAD_PATIENCE_S)
-
-
-def check_key(key: Key) -> None:
-    """Raises InvalidRequest unless an entry may have that name."""
-    check_namespace(key.session, "session")
-    if not 0 <= key.layer <= LAYER_MAX:
-        raise InvalidRequest("layer", f"{key.layer} is outside 0..{LAYER_MAX}", limit=LAYER_MAX)
-
-
-def check_layer_count(count: int) -> None:
-    """Raises InvalidRequest for more layers than a request may name."""
-    if count > limits.ATTEND_LAYERS_MAX:
-        raise InvalidRequest(
-            "layers",
-            f"more than {limits.ATTEND_LAYERS_MAX}",
-            limit=limits.ATTEND_LAYERS_MAX,
-        )
 
 
 def _cold(key: Key, why: str) -> PionError:

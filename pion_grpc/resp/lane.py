@@ -20,8 +20,9 @@ from typing import NamedTuple, TypeAlias, cast
 import structlog
 
 from pion_grpc.core.access import Access
-from pion_grpc.core.attend import Attend, Key
+from pion_grpc.core.attend import Attend
 from pion_grpc.core.attend_query import Ask, SuffixBytes
+from pion_grpc.core.attend_values import Key
 from pion_grpc.errors import Cold, PionError
 from pion_grpc.resp.binary_lane import (
     BODY_BYTES_MAX,

@@ -13,8 +13,9 @@ from typing import Literal
 import grpc
 from google.protobuf.message import DecodeError
 
-from pion_grpc.core.attend import (
-    Attend,
+from pion_grpc.core.attend import Attend
+from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
+from pion_grpc.core.attend_values import (
     EntryInfo,
     EntryState,
     Key,
@@ -23,7 +24,6 @@ from pion_grpc.core.attend import (
     Warmed,
     check_layer_count,
 )
-from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
 from pion_grpc.errors import InvalidRequest
 from pion_grpc.rpc.errors import CODES, problem_of
 from pion_grpc.rpc.service import Call

@@ -8,7 +8,8 @@ from crc32c import crc32c
 
 from pion_grpc import __version__
 from pion_grpc.config import Config
-from pion_grpc.core.attend import Attend, Telemetry
+from pion_grpc.core.attend import Attend
+from pion_grpc.core.attend_values import Telemetry
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Rows
 from pion_grpc.core.storing import StoreSession

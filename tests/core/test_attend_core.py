@@ -24,15 +24,9 @@ from pion_grpc.backends import (
     create,
 )
 from pion_grpc.backends.reference import attend as reference
-from pion_grpc.core.attend import (
-    Attend,
-    EntryState,
-    Key,
-    Shape,
-    Source,
-    Warmed,
-)
+from pion_grpc.core.attend import Attend
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
+from pion_grpc.core.attend_values import EntryState, Key, Shape, Source, Warmed
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.storing import StoreSession
 from pion_grpc.core.values import StoreHeader, WriteRowsHeader

@@ -27,7 +27,7 @@ from pion_grpc.backends import (
 from pion_grpc.backends.fast import FastBackend
 from pion_grpc.backends.reference import attend as reference
 from pion_grpc.core.access import Access
-from pion_grpc.core.attend import Key, Shape
+from pion_grpc.core.attend_values import Key, Shape
 from pion_grpc.resp.lane import attended
 from pion_wire.v1 import attend_pb2 as pb
 from tests.conftest import ServerProcess

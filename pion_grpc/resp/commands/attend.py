@@ -13,8 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from pion_grpc.core.attend import LAYER_MAX, Attend, EntryState, Key, Shape
+from pion_grpc.core.attend import Attend
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
+from pion_grpc.core.attend_values import LAYER_MAX, EntryState, Key, Shape
 from pion_grpc.errors import Cold, Missing
 from pion_grpc.resp.command import Answer, Call, Command, Where, is_text, syntax_error
 from pion_grpc.resp.protocol import Argument

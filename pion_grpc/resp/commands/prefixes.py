@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from pion_grpc.core.attend import Source, Telemetry
+from pion_grpc.core.attend_values import Source, Telemetry
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.sessions import Unsettled
 from pion_grpc.core.values import BlockTable
