@@ -204,7 +204,9 @@ class Config:
         "", str, "what names of prefixes must begin with on the RESP wire", "TEXT"
     )
     no_wal: bool = _setting(
-        False, parse_bool, "tell RESP clients that commits promise nothing; writes are kept as ever"
+        False,
+        parse_bool,
+        "tell RESP clients that commits promise nothing; writes survive all the same",
     )
     disk_budget: int = _setting(
         20 << 30, parse_bytes, "bytes on disk; every file of the directory counts", "SIZE"
@@ -256,21 +258,21 @@ class Config:
         None,
         parse_path,
         "PEM certificate of the gRPC address, which then speaks TLS; reloaded when it changes "
-        "(PION_SERVER_TLS_CERT; the next two variables are named alike)",
+        "(PION_SERVER_TLS_CERT)",
         "FILE",
         variable="PION_SERVER_TLS_CERT",
     )
     tls_key: Path | None = _setting(
         None,
         parse_path,
-        "PEM key of that certificate",
+        "PEM key of that certificate (PION_SERVER_TLS_KEY)",
         "FILE",
         variable="PION_SERVER_TLS_KEY",
     )
     tls_client_ca: Path | None = _setting(
         None,
         parse_path,
-        "mutual TLS: clients must have a certificate that this CA has signed",
+        "mutual TLS: clients must have a certificate of this CA (PION_SERVER_TLS_CLIENT_CA)",
         "FILE",
         variable="PION_SERVER_TLS_CLIENT_CA",
     )

@@ -32,7 +32,11 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 def add_serve(commands: Commands) -> None:
     """`pion-grpc serve`: every setting of the configuration is a flag."""
     parser = commands.add_parser(
-        "serve", help="run a server", description="Runs a server.", allow_abbrev=False
+        "serve",
+        help="run a server",
+        description="Runs a server. Every option can also be set by an environment variable: "
+        "--disk-budget is PION_DISK_BUDGET, and so on.",
+        allow_abbrev=False,
     )
     for field in SETTINGS:
         flag, text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
@@ -167,7 +171,7 @@ def add_import(commands: Commands) -> None:
         commands,
         "import",
         "transfer:import_file",
-        "store a file that `export` wrote",
+        "store what `export` wrote, or restore a snapshot",
         "Stores the prefix in a file. The header and every page are checked first; a file with a single "
         "changed bit is refused. With --data, restores a snapshot of a whole store to a new data "
         "directory, without a server.",
