@@ -141,13 +141,6 @@ class NoBackend(PionError):
     reason = "NO_BACKEND"
 
 
-class Draining(PionError):
-    """The server is shutting down."""
-
-    reason = "DRAINING"
-    retry_after_ms = 1_000
-
-
 class Corrupt(PionError):
     """A stored page does not match its checksum, or is missing."""
 

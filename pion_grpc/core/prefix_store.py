@@ -229,22 +229,12 @@ class PrefixStore:
                 raise LayoutDiffers(f"{namespace!r} has another layout", namespace=namespace)
             if row is None:
                 identity = transaction.insert(
-                    NewPrefix(
+                    NewPrefix.registered(
                         tenant,
                         namespace,
-                        state="registered",
-                        visible=True,
-                        owner=None,
+                        layout.to_json(),
                         model_id=model_id,
                         fidelity=layout.fidelity,
-                        layout=layout.to_json(),
-                        token_count=0,
-                        base=0,
-                        parent=None,
-                        depth=0,
-                        parts="[]",
-                        disk_bytes=0,
-                        durability=Durability.PROCESS.value,
                     )
                 )
                 row = transaction.by_id(identity)
@@ -624,34 +614,40 @@ class PrefixStore:
         """Returns the answer, and of a hit the prefix."""
         requested = len(query.token_ids) // 4
         with self._catalog.read() as transaction:
-            best, best_root = None, b""
+            longest, longest_root = None, b""
             for fidelity in query.fidelities:
                 root = root_hash(tenant, query.model_id, fidelity)
                 found = longest_match(transaction, root, query.token_ids)
-                if found is not None and (best is None or found.tokens > best.tokens):
-                    best, best_root = found, root
-            if best is None:
+                if found is not None and (longest is None or found.tokens > longest.tokens):
+                    longest, longest_root = found, root
+            if longest is None:
                 return MatchResult(False, MissReason.NOT_STORED, None, requested, 0, 0), 0
-            longest = best.prefix.namespace, best.tokens
             row, matched, served, shortened_by = served_with_parts(
-                transaction, best_root, query.token_ids, best, query.part_kinds
+                transaction, longest_root, query.token_ids, longest, query.part_kinds
             )
             chain = transaction.chain(row)
             info = self._info(transaction, row, chain)
         reason = MissReason.NONE if served == requested else MissReason.PARTIAL
         if shortened_by:
             reason = MissReason.PART_MISSING
+        result = MatchResult(
+            hit=True,
+            reason=reason,
+            prefix=info,
+            requested_tokens=requested,
+            matched_tokens=matched,
+            served_tokens=served,
+            shortened_by=shortened_by,
+            longest=longest.prefix.namespace,
+            longest_tokens=longest.tokens,
+        )
         if served < max(query.min_tokens, 1):
             reason = reason if shortened_by else MissReason.TOO_SHORT
-            return MatchResult(
-                False, reason, info, requested, matched, 0, shortened_by, b"", *longest
-            ), 0
+            return dataclasses.replace(result, hit=False, reason=reason, served_tokens=0), 0
         if not self._recovery.vouch(chain):
             raise _OutOfDate
         self.note_use(row.id)
-        return MatchResult(
-            True, reason, info, requested, matched, served, shortened_by, b"", *longest
-        ), row.id
+        return result, row.id
 
     def _sound(self, ask: Callable[[], Answer]) -> Answer:
         """Asks again after what was found damaged has been taken out."""

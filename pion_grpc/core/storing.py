@@ -145,13 +145,13 @@ class StoreSession:
                 f"the parent of {header.namespace!r} was found damaged meanwhile; store it whole",
                 namespace=header.namespace,
             )
-        table, declared_id = header.table, 0
+        table = header.table
         existing = transaction.by_name(row.tenant, row.namespace)
         if existing is not None:
             if existing.state == "registered":
                 if not header.replace:
                     _check_registered(existing, header)
-                table, declared_id = table or _table(transaction, existing.id), existing.id
+                table = table or _table(transaction, existing.id)
             elif not header.replace:
                 stored = compare(transaction, existing, header, concurrent=True)
                 transaction.delete(row.id)
@@ -171,7 +171,6 @@ class StoreSession:
             stored_bytes=self._segment.file_bytes,
             durability=header.durability,
             base=row.base,
-            declared_id=declared_id,
         )
 
     def _sync_parents(self) -> None:

@@ -218,8 +218,6 @@ class Stored:
     stored_bytes: int
     durability: Durability
     base: int
-    declared_id: int = 0
-    """The prefix that was registered under the name before; 0 if none was."""
 
 
 @dataclass(frozen=True, slots=True)

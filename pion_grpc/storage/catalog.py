@@ -178,6 +178,29 @@ class NewPrefix(NamedTuple):
     disk_bytes: int
     durability: str
 
+    @classmethod
+    def registered(
+        cls, tenant: str, namespace: str, layout: str, *, model_id: str = "", fidelity: str = ""
+    ) -> "NewPrefix":
+        """Returns a prefix that is declared and has no rows yet: visible, and nobody's to publish."""
+        return cls(
+            tenant,
+            namespace,
+            state="registered",
+            visible=True,
+            owner=None,
+            model_id=model_id,
+            fidelity=fidelity,
+            layout=layout,
+            token_count=0,
+            base=0,
+            parent=None,
+            depth=0,
+            parts="[]",
+            disk_bytes=0,
+            durability="process",
+        )
+
 
 class ExtentRow(NamedTuple):
     """Rows of one tensor of a live prefix in a row file; a later serial supersedes.
