@@ -1,7 +1,7 @@
-"""Recurrent state as one blob: what `SSM.PREFIX.STORE` and SSMState carry where clients agree on a form.
+"""Recurrent state as one blob, for clients that agree on a format in `SSM.PREFIX.STORE` and SSMState.
 
-Knows arrays and bytes; neither caches nor servers, which never look into a blob. The form, every
-number little-endian::
+Knows arrays and bytes; neither caches nor servers, which never look into a blob. The format, with all
+numbers little-endian::
 
     u32   version, 1
     u32   number of entries
@@ -12,12 +12,12 @@ number little-endian::
       bytes the values, row-major; those of bfloat16 as float32
 
 An entry that is absent (`None`) is four zeros: no dimensions and twelve bytes more. So an array without
-dimensions has no form.
+dimensions cannot be written.
 
 The one decision: everything that a blob claims is compared with the bytes that are there before an
-array is made, because a blob may come from anybody: a length is never believed. bfloat16 goes into
-float32 and back by its bits, not by its value, so that a NaN keeps its payload; float32 bits that no
-bfloat16 has are refused rather than rounded.
+array is made, because a blob may come from anybody and no length in it can be trusted. bfloat16 goes
+into float32 and back by its bits, not by its value, so that a NaN keeps its payload; float32 bits that
+no bfloat16 has are refused rather than rounded.
 """
 
 import math
@@ -33,7 +33,7 @@ DIMENSIONS_MAX = 16
 DIMENSION_MAX = (1 << 31) - 1
 """MLX counts in signed 32 bits."""
 SPAN_BYTES_MAX = (1 << 63) - 1
-"""Of an array's values if every 0 of its shape were 1: NumPy measures arrays without values so too."""
+"""Of an array's values if every 0 in its shape were 1: NumPy limits even arrays without values so."""
 
 _ABSENT = bytes(16)
 _ENTRY_BYTES_MIN = 12
@@ -58,7 +58,7 @@ _FORMS = (
 
 
 class BadBlob(ValueError):
-    """The bytes are no recurrent state in the form of this module; the text says where."""
+    """The bytes are not recurrent state in this module's format; the text says where they differ."""
 
 
 class _Claim(NamedTuple):

@@ -3,9 +3,9 @@
 Knows the messages of Attend and how they travel; neither models nor caches. Arrays are NumPy's or MLX's,
 of any float type; they are sent, and answered, as float32.
 
-The one decision: a query takes the fast lane where there is one, a stream that stays open
-(`attend_streams`). The other lane is a call of its own, half as long again; it is used where the server
-has no stream to spare, and with PION_PROMPT_CACHE_NO_STREAM=1.
+The one decision: a query takes the fast lane if it can, a stream that stays open (`attend_streams`).
+The other lane is a call of its own, which takes half as long again; it is used if the server has no
+stream to spare, and with PION_PROMPT_CACHE_NO_STREAM=1.
 """
 
 import enum
@@ -32,12 +32,12 @@ WARM_TIMEOUT_S = 60.0
 
 Selector: TypeAlias = Literal["mean", "quest"]
 _NO_REAL_NUMBERS = "cSUOMm"
-"""NumPy's letters for what it would make real numbers of all the same: complex ones, texts, times."""
+"""NumPy's letters for types that it would convert to real numbers nevertheless: complex, text, time."""
 _SELECTORS = {"mean": pb.ATTEND_SELECTOR_MEAN, "quest": pb.ATTEND_SELECTOR_QUEST}
 
 
 class AttendState(enum.StrEnum):
-    """Where an entry stands."""
+    """What state an entry is in."""
 
     MISSING = "missing"
     COLD = "cold"
@@ -52,7 +52,7 @@ _STATES = {
 
 
 class AttendEntry(NamedTuple):
-    """Where the entry of one layer stands, and its shape unless it is missing."""
+    """The state of one layer's entry, and its shape unless it is missing."""
 
     layer: int
     state: AttendState
@@ -62,16 +62,16 @@ class AttendEntry(NamedTuple):
 
 
 class Warmed(NamedTuple):
-    """What making entries resident came to."""
+    """The result of making entries resident."""
 
     layers: int
     skipped: int
-    """Layers of the prefix that do not have the shape asked for, where others have it."""
+    """Layers of the prefix that do not have the shape asked for, although others do."""
     resident_bytes: int
 
 
 class Answer(NamedTuple):
-    """What a query returns, in its own shape."""
+    """The answer to a query, in the query's shape."""
 
     out: np.ndarray
     """float32 (heads, queries, head_dim)."""
@@ -96,7 +96,7 @@ class Attending:
         self._streams.close()
 
     def follow(self, session: str, namespace: str) -> None:
-        """Has a session's calls go to the node that holds a namespace."""
+        """Sends the calls of a session to the node that holds a namespace."""
         self._sessions.remember(session, self._routes.of(namespace))
 
     def store(
@@ -146,7 +146,7 @@ class Attending:
     def lookup(
         self, session: str, layers: Sequence[int], timeout_s: float | None
     ) -> list[AttendEntry]:
-        """Says where entries stand."""
+        """Returns the state of entries."""
         layers = _counts("layers", layers)
         request = pb.AttendLookupRequest(session=text("session", session), layers=layers)
         answer = self._calls.ask("attend_lookup", request, self._sessions.of(session), timeout_s)
@@ -229,19 +229,19 @@ class Attending:
 class AttendMixin:
     """Attend's part of the client. Arrays are (heads, rows or queries, head_dim), of any float type.
 
-    In all queries: `head_map` names the K/V head of each query head, by default in groups, as GQA has
-    them; `window` is how many of the last rows are visible, 0 all, None the server's setting; `scale`
+    In all queries: `head_map` names the K/V head of each query head, by default in groups, as in GQA;
+    `window` is how many of the last rows are visible, 0 all, None the server's setting; `scale`
     is 1/√head_dim unless given; `warm` makes a cold entry resident first, from the prefix it came from.
-    `q` without the middle axis is one query per head, and answered alike.
+    `q` without the middle axis is one query per head, and the answer has the same shape.
 
-    All raise: InvalidRequest where something does not fit; NotSupported where the server does not
-    compute attention; Unavailable and DeadlineExceeded where it cannot be reached, or not in time.
-    Queries raise Cold for an entry that is not resident any more, and NotStored (MISSING) for an unknown
+    All raise InvalidRequest if something does not fit, NotSupported if the server does not compute
+    attention, Unavailable if it cannot be reached, and DeadlineExceeded if it does not answer in time.
+    Queries raise Cold for an entry that is no longer resident, and NotStored (MISSING) for an unknown
     one.
     """
 
     attending: Attending
-    """The same, for those who build on it."""
+    """The calls beneath, for code that builds on them."""
 
     @property
     def attend_lane(self) -> Literal["", "stream", "unary"]:
@@ -251,7 +251,7 @@ class AttendMixin:
     def attend_store(
         self, session: str, layer: int, k: Array, v: Array, *, timeout_s: float | None = None
     ) -> Warmed:
-        """Makes K and V of one layer resident under a session's name; replaces what is there.
+        """Makes K and V of one layer resident under a session's name, replacing what is there.
 
         Raises:
             OverBudget: it does not fit; what is resident stays.
@@ -278,14 +278,14 @@ class AttendMixin:
             heads: K/V heads or, on a grouped model, query heads; 0: as stored.
             head_dim: 0: as stored.
             layers: only these; by default all.
-            generation: only if the rows are still of it; 0: whatever there is.
+            generation: the generation that the rows must still have; 0: any.
             rows: how many, from the first one; 0: all.
             timeout_s: by default a minute.
 
         Raises:
-            InvalidRequest: a layer that is named is not there, or no layer can have the shape given.
+            InvalidRequest: a layer named is not there, or no layer can have the shape given.
             NotStored: there is no such prefix, or it has no rows.
-            GenerationDiffers: it has other rows than those of the generation.
+            GenerationDiffers: its rows have changed since that generation.
             OverBudget: it does not fit; what is resident stays.
         """
         session = namespace if session is None else session
@@ -296,7 +296,7 @@ class AttendMixin:
     def attend_lookup(
         self, session: str, layers: Sequence[int], *, timeout_s: float | None = None
     ) -> list[AttendEntry]:
-        """Says where the entries of layers stand; at most 1,024 of them."""
+        """Returns the state of the entries of layers; at most 1,024 of them."""
         return self.attending.lookup(session, layers, timeout_s)
 
     def attend_drop(
@@ -353,8 +353,8 @@ class AttendMixin:
         Args:
             session, layer: the entry.
             q: what is asked.
-            with_lse: also return the log-sum-exp of the scaled scores, (heads, queries): with it two
-                answers over different rows are joined (`pion_wire.softmax.merge`).
+            with_lse: also return the log-sum-exp of the scaled scores, (heads, queries), with which two
+                answers over different rows can be joined (`pion_wire.softmax.merge`).
             head_map, window, scale, warm: see the class.
             timeout_s: instead of the client's.
         """
@@ -381,8 +381,8 @@ class AttendMixin:
     ) -> np.ndarray:
         """Attention over all rows and a causal suffix, aligned at the end.
 
-        Of a suffix of S rows, query m of M sees the first max(S - M, 0) + m + 1; all, if that is more
-        than there are.
+        Of a suffix of S rows, query m of M sees the first max(S - M, 0) + m + 1, or all if there are
+        fewer.
 
         Args:
             session, layer: the entry.
@@ -414,8 +414,8 @@ class AttendMixin:
         Args:
             session, layer: the entry.
             q: what is asked.
-            indices: (heads, width) row numbers; those outside of the rows or the window are skipped.
-            counts: how many of each head's count; by default all.
+            indices: (heads, width) row numbers; those outside the rows or the window are skipped.
+            counts: how many of each head's indices count; by default all.
             head_map, window, scale, warm: see the class.
             timeout_s: instead of the client's.
         """
@@ -441,16 +441,16 @@ class AttendMixin:
         warm: bool = False,
         timeout_s: float | None = None,
     ) -> np.ndarray:
-        """Attention over the blocks of rows that rank highest, and the last; one query per head.
+        """Attention over the highest-ranking blocks of rows, and the last block; one query per head.
 
         Args:
             session, layer: the entry.
             q: what is asked.
-            block_rows, blocks: the size of a block, and how many are chosen, for all heads alike.
-            selector: "mean" ranks by the mean key of a block: cheaper, and good where a block's keys
-                are alike, but one key that stands out among others is a share of 1/block_rows and
-                easily overlooked. "quest" ranks by the largest score that a key within the block's
-                bounds could have, and finds it (Tang et al. 2024, arXiv:2406.10774).
+            block_rows, blocks: the size of a block, and how many are chosen, the same for all heads.
+            selector: "mean" ranks by the mean key of a block. It is cheaper, and good if a block's keys
+                are alike, but a single key that stands out is only 1/block_rows of the mean and easily
+                missed. "quest" ranks by the largest score that a key within the block's bounds could
+                have, and finds such a key (Tang et al. 2024, arXiv:2406.10774).
             head_map, window, scale, warm: see the class.
             timeout_s: instead of the client's.
         """
@@ -475,7 +475,7 @@ class AttendMixin:
         warm: bool = False,
         timeout_s: float | None = None,
     ) -> np.ndarray:
-        """As `attend_query_sparse_auto`, with a suffix of which all is seen, as for `…_fused`."""
+        """Like `attend_query_sparse_auto`, with a suffix that is seen as in `attend_query_fused`."""
         asked = Query(session, layer, q, head_map, window, scale, warm=warm)
         asked.choose(block_rows, blocks, selector)
         asked.bring(suffix_k, suffix_v)
@@ -483,9 +483,9 @@ class AttendMixin:
 
 
 class Query:
-    """A request, and the shape that its answer shall have.
+    """A request, and the shape that its answer must have.
 
-    Without more it is dense; `bring` and `choose` make it another kind.
+    It is dense, unless `pick`, `choose` or `bring` makes it another kind.
 
     Raises:
         InvalidRequest: an array or a number has no place in a request.
@@ -524,7 +524,7 @@ class Query:
         self.message.dense.queries = self.queries
 
     def pick(self, table: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
-        """Asks over rows (heads, width) that the caller chose, the first `counts` of each head's."""
+        """Asks over rows (heads, width) that the caller chose, the first `counts` of each head."""
         sparse = self.message.sparse
         # What no row can have is skipped by the server; clipped, it stays so in 32 bits.
         sparse.indices = np.clip(table, -1, 2**31 - 1).astype("<i4").tobytes()
@@ -532,7 +532,7 @@ class Query:
         sparse.indices_per_head = table.shape[1]
 
     def choose(self, block_rows: int, blocks: int, selector: str) -> None:
-        """Asks over the blocks of rows that rank highest."""
+        """Asks over the highest-ranking blocks of rows."""
         if selector not in tuple(_SELECTORS):
             raise invalid("selector", f"{selector!r} is neither 'mean' nor 'quest'")
         choice = pb.AttendSparseAuto(
@@ -543,7 +543,7 @@ class Query:
         self.message.sparse_auto.CopyFrom(choice)
 
     def bring(self, suffix_k: Array, suffix_v: Array) -> None:
-        """Asks over a suffix as well, after what was chosen, if anything was."""
+        """Asks over a suffix as well, after the rows that were chosen, if any."""
         k, v = _f32("suffix_k", suffix_k), _f32("suffix_v", suffix_v)
         if k.ndim != 3 or k.shape != v.shape:
             raise invalid("suffix_k", f"{k.shape} and {v.shape} are not (kv heads, rows, head_dim)")
@@ -555,7 +555,7 @@ class Query:
             self.message.fused.CopyFrom(pb.AttendFused(queries=self.queries, **brought))
 
     def shaped(self, out: np.ndarray) -> np.ndarray:
-        """Returns an answer in the shape of the question."""
+        """Returns an answer in the shape of the query."""
         return out.reshape(self.shape)
 
 

@@ -3,11 +3,12 @@
 Knows mlx-lm's caches and the one function that its models' attention goes through; of the server only
 what `residency` tells.
 
-The one decision: a cache either has all rows, or says so at once. One whose prefix is resident on the
-server hands its model, in the place of keys and values, something that is no array (`ServedRows`): the
-patched attention knows what to do with it, and a model whose attention takes another way fails on the
-spot instead of attending to a part. Whatever the server cannot answer exactly (a mask that hides a part
-of the prefix, sinks) or at all makes the cache fetch the rows, and go on as any other.
+The one decision: a cache either has all rows, or makes it known at once that it has not. If its prefix
+is resident on the server, it gives its model something that is not an array in place of keys and values
+(`ServedRows`). The patched attention knows what to do with that; a model whose attention goes another
+way fails immediately instead of attending to a part of the rows. If the server cannot answer exactly (a
+mask that hides a part of the prefix, sinks) or not at all, the cache fetches the rows and continues
+like any other.
 
 Attention over both is one softmax. While the suffix is short it travels with each query (`fused`);
 later its share is computed here, and the two are joined by their log-sum-exps.
@@ -42,15 +43,15 @@ from pion_client.local_attention import (
 from pion_client.residency import Kept, Residency, Session
 
 FUSED_BYTES_MAX = 96 << 10
-"""A suffix beyond this does not travel with each query any more: joining two parts here took 100 µs,
-and each KiB that travels 1 µs."""
+"""A longer suffix is not sent along with each query: joining two parts here took 100 µs, and each KiB
+that is sent 1 µs."""
 QUERY_BYTES_MAX = 16 << 20
 """Queries beyond this are asked in pieces; a message has at most 64 MiB."""
 PATCHED = "scaled_dot_product_attention"
 
 _PARAMETERS = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
 _original: Any = base.scaled_dot_product_attention
-"""What the patch stands for: what was there when it was installed."""
+"""The function that the patch replaced."""
 _kv_cache: Any = KVCache  # mlx-lm is not typed
 _mask: Any = create_attention_mask
 _begin_eval: Any = mx.async_eval
@@ -61,24 +62,24 @@ class PatchError(RuntimeError):
 
 
 class PromptCache(Protocol):
-    """What is needed of a `PionPromptCache`."""
+    """What this module needs of a `PionPromptCache`."""
 
     residency: Residency
 
     def at_hand(self, namespace: str, token_count: int) -> Kept | None:
-        """Returns the rows of a prefix, if this process has them and the name still means them."""
+        """Returns the rows of a prefix, if this process has them and the name still stands for them."""
 
     def session_for(self, namespace: str, token_count: int) -> Session:
-        """Returns the resident rows of a prefix, made resident if need be."""
+        """Returns the resident rows of a prefix, which are made resident if necessary."""
 
     def rows_for(self, namespace: str, token_count: int, session: Session | None = None) -> Kept:
-        """Returns the rows of a prefix, from wherever they are: of a session, those and no others."""
+        """Returns the rows of a prefix from wherever they are; those of a session and no others."""
 
 
 def install_pion_attention_patch() -> None:
-    """Has mlx-lm's models attend to prefixes on the server, where a cache says so.
+    """Makes mlx-lm's models attend to prefixes on the server, if a cache says so.
 
-    Other caches are treated as before. Installing it twice changes nothing.
+    Other caches work as before. Installing it twice changes nothing.
 
     Raises:
         PatchError: mlx-lm's attention has another signature than the one known here, or not all of
@@ -105,7 +106,7 @@ def install_pion_attention_patch() -> None:
 
 
 def uninstall_pion_attention_patch() -> None:
-    """Takes the patch back, wherever it is."""
+    """Removes the patch everywhere."""
     _replace(_attention, _original)
 
 
@@ -124,18 +125,18 @@ def make_pion_prompt_cache(
 ) -> Cache:
     """Returns a cache whose first `prefix_len` tokens are a stored prefix, attended to where it is.
 
-    That is this process, if it has prefilled or fetched the prefix (PION_PROMPT_CACHE_NO_INPROC=1
-    switches this off), else the server.
+    That is in this process, if it has prefilled or fetched the prefix (unless
+    PION_PROMPT_CACHE_NO_INPROC=1), and otherwise on the server.
 
     Args:
         model: a loaded mlx-lm model.
         namespace: of the prefix.
         prompt_cache: the `PionPromptCache` of the model.
-        prefix_len: the prefix's tokens.
-        sparse_full_layers: {"K_block": rows, "K_blocks": count}: when one token is decoded, every layer
+        prefix_len: the number of tokens of the prefix.
+        sparse_full_layers: {"K_block": rows, "K_blocks": count}: when a token is decoded, every layer
             attends only to this many blocks of the prefix, the best ones, and to all that follows it.
-        selector: how blocks are ranked, "mean" (default) or "quest"; single keys that matter much are
-            found by "quest" only (`Client.attend_query_sparse_auto`).
+        selector: how blocks are ranked, "mean" (default) or "quest"; only "quest" finds single keys that
+            matter much (`Client.attend_query_sparse_auto`).
 
     Raises:
         NotStored: the prefix is neither stored nor at hand: call `get_or_prefill` first.
@@ -158,7 +159,7 @@ def make_pion_prompt_cache(
 
 
 class ServedRows:
-    """Stands for keys or values, whose first rows are on the server. No array, on purpose."""
+    """Stands for keys or values whose first rows are on the server. Not an array, on purpose."""
 
     def __init__(self, cache: "PionCache", own: mx.array) -> None:
         self.cache = cache
@@ -168,7 +169,7 @@ class ServedRows:
 
 
 class ServedPrefix:
-    """A prefix that several layers' caches begin with, and where its rows are."""
+    """A prefix with which the caches of several layers begin, and where its rows are."""
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class ServedPrefix:
         """Finds out where the rows are.
 
         Raises:
-            NotStored: nowhere.
+            NotStored: they are nowhere.
         """
         if os.environ.get("PION_PROMPT_CACHE_NO_INPROC") != "1":
             self.kept = self._prompt_cache.at_hand(self._namespace, self.token_count)
@@ -210,13 +211,13 @@ class ServedPrefix:
         """Brings the rows here, because the server cannot attend to them.
 
         Raises:
-            NotStored: they are nowhere; what has taken their name meanwhile is not used.
+            NotStored: they are nowhere; other rows that have taken their name are not used.
         """
         self.kept = self._prompt_cache.rows_for(self._namespace, self.token_count, self._session)
         self.residency.reason = reason
 
     def summary(self, layer: int) -> mx.array:
-        """Returns what ranks the blocks of a layer, computed once."""
+        """Returns the summary by which the blocks of a layer are ranked; computed once."""
         assert self.kept is not None
         assert self.choice is not None
         name = (layer, self.choice.block_rows, self.choice.selector)
@@ -234,7 +235,7 @@ class ServedPrefix:
         suffix: tuple[np.ndarray, np.ndarray] | None = None,
         choice: Blocks | None = None,
     ) -> Part:
-        """Asks the server; with a suffix there is no log-sum-exp to know."""
+        """Asks the server; with a suffix, the answer has no log-sum-exp."""
         assert self._session is not None
         # The whole prefix is what the model would see here, whatever window the server is set to.
         usual = scale == q.shape[-1] ** -0.5  # which the server knows in float64
@@ -252,7 +253,7 @@ class ServedPrefix:
 class PionCache:
     """One layer's cache: a prefix that may be elsewhere, and the rows that followed it.
 
-    Has what mlx-lm's `KVCache` has; the prefix cannot be trimmed.
+    It has the interface of mlx-lm's `KVCache`; the prefix cannot be trimmed.
     """
 
     def __init__(self, prefix: ServedPrefix, layer: int) -> None:
@@ -272,7 +273,7 @@ class PionCache:
         """Appends rows; returns all of them, or what stands for them.
 
         Raises:
-            ValueError: they are of several sequences.
+            ValueError: the rows belong to several sequences.
         """
         if keys.shape[0] != 1:
             raise ValueError(f"a batch of {keys.shape[0]} sequences: this cache's prefix is one's")
@@ -288,7 +289,7 @@ class PionCache:
 
     @property
     def state(self) -> Any:
-        """What was computed here, to be evaluated; it says why, where it is to be saved."""
+        """What was computed here, to be evaluated; saving it is refused, with the reason."""
         return *self._own.state, _UNSAVED
 
     @state.setter
@@ -309,11 +310,11 @@ class PionCache:
         return int(self._own.nbytes)
 
     def is_trimmable(self) -> bool:
-        """Always: down to the prefix."""
+        """Always true: down to the prefix."""
         return True
 
     def trim(self, n: int) -> int:
-        """Takes the last tokens off, but none of the prefix; returns how many."""
+        """Removes the last tokens, but none of the prefix; returns how many."""
         return int(self._own.trim(min(n, self.offset - self.prefix.token_count)))
 
     def __deepcopy__(self, memo: Any) -> "PionCache":
@@ -326,7 +327,7 @@ class PionCache:
     def attention(
         self, q: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: Any
     ) -> Any:
-        """Attention of a layer over prefix and suffix, wherever they are: as q, of its type."""
+        """Attention of a layer over prefix and suffix, wherever they are; shape and type as q."""
         if isinstance(keys, ServedRows):
             try:
                 return self._on_the_server(q, scale, mask, sinks).astype(q.dtype)

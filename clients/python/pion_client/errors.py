@@ -3,9 +3,9 @@
 One class per kind of failure that a caller may want to treat on its own; `reason` is the word that
 crossed the wire. Knows the rich errors of gRPC, and nothing of what was asked.
 
-The one decision: a status with the server's `ErrorInfo` is the server's own word and is taken as the
-table says. A status without one was made by the transport or by a proxy on the way; it says nothing
-about the request, so what is safe to ask again is asked again (`from_transport`).
+The one decision: a status with the server's `ErrorInfo` comes from the server, and the table says what
+it means. A status without one was made by the transport or a proxy on the way (`from_transport`). It
+says nothing about the request, so whatever is safe to ask again is asked again.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ DOMAIN = "pion.v1"
 
 
 class PionError(Exception):
-    """Anything that this client raises about a call; the message is for people."""
+    """Any error that this client raises about a call; the message is for people."""
 
     reason_default = "ERROR"
 
@@ -40,7 +40,7 @@ class PionError(Exception):
         self.metadata = dict(metadata or {})
         """What the server says about it, such as `namespace` or `needed_bytes`."""
         self.retry_after_s = retry_after_s
-        """Where waiting helps: how long the server asks to wait."""
+        """How long the server asks to wait, if waiting helps."""
         self.from_transport = from_transport
         """Whether it came from the transport or a proxy, not from the server."""
 
@@ -57,7 +57,7 @@ class InvalidRequest(PionError, ValueError):
 
 
 class ChecksumMismatch(PionError):
-    """Bytes arrived with another CRC-32C than they were sent with."""
+    """Bytes arrived with a different CRC-32C than they were sent with."""
 
     reason_default = "CHECKSUM"
 
@@ -69,13 +69,13 @@ class RowsOutOfRange(PionError):
 
 
 class LayoutDiffers(PionError):
-    """The stored layout is another one."""
+    """The stored layout differs from the one given."""
 
     reason_default = "LAYOUT"
 
 
 class GenerationDiffers(PionError):
-    """The rows have changed since."""
+    """The rows have changed since the generation given."""
 
     reason_default = "GENERATION"
 
@@ -123,13 +123,13 @@ class Unavailable(PionError):
 
 
 class DataCorrupt(PionError):
-    """Stored bytes do not have their checksum; the server has taken the prefix out."""
+    """Stored bytes do not match their checksum; the server has removed the prefix."""
 
     reason_default = "CORRUPT"
 
 
 class Stalled(PionError):
-    """The server cut a stream off because nothing was read from it."""
+    """The server ended a stream because this side did nothing for too long."""
 
     reason_default = "STALLED"
 
@@ -147,7 +147,7 @@ class NotAllowed(PionError):
 
 
 class ServerFault(PionError):
-    """A fault of the server's own; its log has the details."""
+    """An error inside the server, whose log has the details."""
 
     reason_default = "INTERNAL"
 
@@ -159,7 +159,7 @@ class Conflict(PionError):
 
 
 class DeadlineExceeded(PionError):
-    """No answer in time, or a stream that brought nothing for too long."""
+    """No answer came in time, or nothing arrived on a stream for too long."""
 
     reason_default = "DEADLINE_EXCEEDED"
 
@@ -177,7 +177,7 @@ class ClientClosed(PionError):
 
 
 class Forked(PionError):
-    """The process was forked while gRPC was at work, or with MLX: it cannot go on in the child.
+    """The process was forked while gRPC was working, or after importing MLX: the child cannot use it.
 
     Start workers with `spawn` or `forkserver`, or fork before the first call and the import of MLX.
     """
@@ -211,7 +211,7 @@ BY_REASON: dict[str, type[PionError]] = {
     "CONFLICT": Conflict,
 }
 
-# Statuses that nobody put an ErrorInfo to. UNKNOWN is what gRPC makes of a connection whose HTTP/2
+# Statuses without an ErrorInfo. UNKNOWN is what gRPC makes of a connection whose HTTP/2
 # stream was damaged; a proxy whose backend died says INTERNAL.
 _BY_CODE: dict[str, type[PionError]] = {
     "UNAVAILABLE": Unavailable,
@@ -226,7 +226,7 @@ _BY_CODE: dict[str, type[PionError]] = {
 
 
 def from_rpc_error(error: "grpc.RpcError") -> PionError:
-    """Returns what the status of an ended call means."""
+    """Returns the error that the status of an ended call means."""
     call: Any = error  # what gRPC raises is the ended call itself
     code: str = call.code().name
     message = call.details() or code
@@ -242,7 +242,7 @@ def from_rpc_error(error: "grpc.RpcError") -> PionError:
 
 
 def may_ask_again(error: PionError) -> float | None:
-    """Returns the seconds to wait before the same read is tried once more; None: do not.
+    """Returns the seconds to wait before trying the same read again; None: do not try.
 
     For calls that change nothing. 0.0 leaves the pause to the caller.
     """

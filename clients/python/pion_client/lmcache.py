@@ -1,12 +1,12 @@
 """The two classes of `pion-lmcache`, over gRPC: `PionStore` for rows, `LMCacheRemoteBackend` for blobs.
 
-A program that was written for that package runs with its import and its port changed. What they store
-is ordinary: a `PionStore`'s namespace is a prefix that grows row by row, with one head of `kv_dim`, as
-clients of the RESP wire make it; a blob is a prefix with one part and no rows. Knows the client; neither
-LMCache itself, which is not needed, nor the wire.
+A program written for that package runs after changing its import and its port. What these classes store
+is ordinary: a namespace of `PionStore` is a prefix that grows row by row, with one head of `kv_dim`, as
+clients of the RESP wire make it; a blob is a prefix with one part and no rows. Knows the client;
+neither LMCache itself, which is not needed, nor the wire.
 
 The one decision: every server answers for every prefix, so there is no owner to be redirected to.
-`auto_redirect` is accepted and changes nothing, and `owner` tells only whether something is stored.
+`auto_redirect` is accepted and changes nothing, and `owner` only tells whether something is stored.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from pion_wire import codecs, limits
 from pion_wire.layout import DType, Layout, LayoutError, Side, TensorLayout
 
 BLOB_MODEL = "pion-lmcache/blob"
-"""The model id of blobs, which no model computed: nothing else ever matches them."""
+"""The model id of blobs, which no model has computed: nothing else ever matches them."""
 BLOB_KIND = "blob"
 READ_ROWS_MAX = limits.SCATTERED_ROWS_MAX
 
@@ -62,7 +62,7 @@ class PionStore(_Connected):
         address: `host:port` or `unix:/path`; or instead
         client: a client to use; it is not closed here.
         vquant: how rows of both sides are stored: any codec; "raw" keeps float32.
-        auto_redirect: accepted, and of no consequence: every server has every prefix.
+        auto_redirect: accepted without effect: every server has every prefix.
         tenant_prefix: put before every namespace.
         options: of the client, such as `tenant` and `password`.
 
@@ -95,7 +95,7 @@ class PionStore(_Connected):
         self.tenant_prefix = tenant_prefix
 
     def register(self, namespace: str, kv_dim: int, vquant: str | None = None) -> None:
-        """Declares a namespace before it has rows; one that is like this already stays as it is.
+        """Declares a namespace before it has rows; if it is already declared like this, nothing changes.
 
         Args:
             namespace: its name, without `tenant_prefix`.
@@ -104,7 +104,7 @@ class PionStore(_Connected):
 
         Raises:
             ValueError: the codec cannot take rows of this width; the text names both.
-            LayoutDiffers: the namespace has rows of another width, or stores them otherwise.
+            LayoutDiffers: the namespace has rows of another width or codec.
         """
         codec = vquant or self.vquant
         try:
@@ -122,7 +122,7 @@ class PionStore(_Connected):
         self._layouts[namespace] = layout
 
     def lookup(self, namespace: str) -> bool:
-        """Whether something is stored there, or declared."""
+        """Whether something is stored or declared there."""
         return self._info(namespace) is not None
 
     def store_layer(
@@ -130,7 +130,7 @@ class PionStore(_Connected):
     ) -> None:
         """Writes rows of one layer of a registered namespace.
 
-        They are visible when this returns, and stay if the server is killed.
+        They are visible when this returns, and survive if the server is killed.
 
         Args:
             namespace: a registered one.
@@ -203,7 +203,7 @@ class PionStore(_Connected):
         """Registers a namespace and writes all layers, each side (layers, tokens, kv_dim).
 
         Raises:
-            ValueError: the shapes differ, or are not that.
+            ValueError: the shapes differ from each other, or from this one.
             As `register` and `store_layer` do.
         """
         if K.shape != V.shape or K.ndim != 3 or kv_dim not in (None, K.shape[-1]):
@@ -245,7 +245,7 @@ class PionStore(_Connected):
         return keys, values
 
     def save(self) -> bool:
-        """Seals what has grown: one file per namespace, on stable storage. False if that failed."""
+        """Seals what has grown, one file per namespace, on stable storage; False if that failed."""
         try:
             self._client.save()
         except PionError:
@@ -253,7 +253,7 @@ class PionStore(_Connected):
         return True
 
     def info(self) -> dict[str, int]:
-        """Returns numbers of the server: those of `KV.PREFIX.INFO` that exist here, and its budgets."""
+        """Returns the server's figures: those of `KV.PREFIX.INFO` that exist here, and its budgets."""
         server = self._client.describe()
         return {
             "registered_prefixes": server.prefix_count,
@@ -270,7 +270,7 @@ class PionStore(_Connected):
         }
 
     def owner(self, namespace: str) -> int:
-        """0 where something is stored or declared, for any worker has it; else -1. No hit, no miss."""
+        """0 if something is stored or declared, for every worker has it; otherwise -1. Counts no hit."""
         name = self._name(namespace)
         found = next(self._client.list(name), None)  # its own name is the first that begins so
         return 0 if found and found.namespace == name else -1
@@ -298,8 +298,8 @@ class LMCacheRemoteBackend(_Connected):
 
     Args:
         host, port, address, client, options: as for `PionStore`.
-        ns_prefix: put before every key, with a colon: deployments that share a server do not see
-            each other's.
+        ns_prefix: put before every key, with a colon, so that deployments that share a server do not
+            see each other's keys.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class LMCacheRemoteBackend(_Connected):
         self.ns_prefix = ns_prefix
 
     def put(self, key: Any, blob: Any) -> bool:
-        """Keeps a blob in the place of what the key holds; says whether it is kept."""
+        """Keeps a blob, replacing what the key holds; returns whether it is kept."""
         try:
             data = memoryview(blob).cast("B")
             digest = hashlib.sha256(data).digest()  # stands for the tokens: equal blobs are one
@@ -347,7 +347,7 @@ class LMCacheRemoteBackend(_Connected):
             return False
 
     def remove(self, key: Any) -> bool:
-        """Drops a blob; says whether there was one."""
+        """Drops a blob; returns whether there was one."""
         try:
             return self._client.drop(self._name(key))[0]
         except _FAILURES:

@@ -1,7 +1,7 @@
-"""TLS of a client: whom it trusts, and who it is.
+"""TLS on the client's side: whom it trusts, and who it is.
 
-Knows files and gRPC's credentials; nothing of addresses. A certificate that is renewed in its file is
-used by the next connection that is made after one has failed; nothing has to be started anew.
+Knows files and gRPC's credentials; nothing of addresses. When the file of a certificate is replaced, the
+next connection that is made after one has failed uses it; nothing has to be restarted.
 """
 
 import os
@@ -21,10 +21,10 @@ class Tls:
     """An encrypted connection. All files are PEM.
 
     Args:
-        ca: the certificates that a server's must come from; None: those that gRPC brings, for a server
-            with a public certificate.
-        cert: this client's own certificate, where servers ask for one (mutual TLS).
-        key: of that certificate.
+        ca: certificates of the authorities to trust; None: those that come with gRPC, for a server with
+            a public certificate.
+        cert: this client's own certificate, if servers ask for one (mutual TLS).
+        key: the key of that certificate.
     """
 
     ca: str | os.PathLike[str] | None = None
@@ -42,17 +42,17 @@ class Tls:
 
     @property
     def files(self) -> CertificateFiles:
-        """Where they lie."""
+        """The paths of the files."""
         paths = (self.ca, self.cert, self.key)
         return CertificateFiles(
             *(None if path is None else Path(path).expanduser() for path in paths)
         )
 
     def credentials(self) -> "grpc.ChannelCredentials":
-        """Returns what gRPC makes connections with.
+        """Returns the credentials with which gRPC connects.
 
         Raises:
-            ValueError: a file cannot be read, or they do not fit together.
+            ValueError: a file cannot be read, or certificate and key do not belong together.
         """
         import grpc  # not before it is needed: caches within a process want no server
 

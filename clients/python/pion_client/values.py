@@ -1,7 +1,7 @@
 """What goes into the client and comes out of it: frozen values, without protobuf.
 
 Arrays have the shape (kv_heads, tokens, head_dim). Token ids are kept packed (u32, little-endian) and
-unpacked where asked for: a long prompt as a list of Python integers takes ten times the room.
+unpacked on request: as a list of Python integers, a long prompt takes ten times the room.
 """
 
 import enum
@@ -19,9 +19,9 @@ from pion_wire.layout import DType, Layout, PartInfo, Side, TensorLayout
 Array: TypeAlias = Any
 """A NumPy or an MLX array of f32, f16 or bf16 (in NumPy: `ml_dtypes.bfloat16`)."""
 Codecs: TypeAlias = str | Mapping[tuple[int, Side | str], str]
-"""A codec for every tensor, or one per (slot, side) that is not to be raw."""
+"""A codec for every tensor, or one for each (slot, side) that is not to be raw."""
 TokenIds: TypeAlias = bytes | Sequence[int] | np.ndarray
-"""Token ids; `bytes` are u32, little-endian, already."""
+"""Token ids; `bytes` are already packed as u32, little-endian."""
 DurabilityName: TypeAlias = Literal["process", "disk"]
 """What an acknowledgement promises: to survive the server's death, or a power cut as well."""
 
@@ -41,7 +41,7 @@ class MissReason(enum.StrEnum):
 
 
 class PrefixState(enum.StrEnum):
-    """Where a prefix stands: declared without rows, growing, or complete."""
+    """What state a prefix is in: declared without rows, growing, or complete."""
 
     REGISTERED = "registered"
     LIVE = "live"
@@ -57,7 +57,7 @@ class BlockTable(NamedTuple):
     """One u64 per block, in token order; at most 400,000."""
 
     def packed(self) -> bytes:
-        """Returns the hashes as they travel: u64, little-endian.
+        """Returns the hashes as they are sent: u64, little-endian.
 
         Raises:
             ValueError: too many, or one that does not fit.
@@ -78,7 +78,7 @@ class Part:
     description: str = ""
     """Cache class, types, shapes; at most 4,096 bytes of UTF-8."""
     more: tuple[memoryview, ...] = ()
-    """What follows `data`, where what is to be stored does not lie in one place."""
+    """What follows `data`, if the bytes to be stored are not in one place."""
 
     @property
     def buffers(self) -> tuple[memoryview, ...]:
@@ -88,7 +88,7 @@ class Part:
 
     @property
     def info(self) -> PartInfo:
-        """Everything about it but its bytes."""
+        """Everything about it except its bytes."""
         size = sum(buffer.nbytes for buffer in self.buffers)
         return PartInfo(self.kind, self.slot, self.boundary_tokens, size, self.description)
 
@@ -97,8 +97,8 @@ class Part:
 class Encoded:
     """Rows of one side as a codec stores them: neither encoded when stored nor decoded when fetched.
 
-    An array that has a row per head is (kv_heads, tokens, items), another one (tokens, items); which
-    there are, `TensorLayout.arrays` says for every codec, and the package `pion_wire.codecs`.
+    An array with a row per head is (kv_heads, tokens, items), any other (tokens, items).
+    `TensorLayout.arrays` and the package `pion_wire.codecs` say which arrays a codec has.
     """
 
     codec: str
@@ -106,7 +106,7 @@ class Encoded:
     heads: int
     head_dim: int
     arrays: tuple[Array, ...]
-    """NumPy or MLX arrays: of an affine codec codes (u32), scales and biases."""
+    """NumPy or MLX arrays; those of an affine codec are codes (u32), scales and biases."""
     dtype: DType = DType.F32
     """Type of the values that were encoded."""
 
@@ -114,7 +114,7 @@ class Encoded:
     def quantized(
         cls, codes: Array, scales: Array, biases: Array, *, group: int, bits: int
     ) -> Self:
-        """Returns rows as `mx.quantize` gives them and `QuantizedKVCache` has them.
+        """Returns rows as `mx.quantize` makes them and `QuantizedKVCache` keeps them.
 
         Args:
             codes, scales, biases: each (kv_heads, tokens, items).
@@ -122,7 +122,7 @@ class Encoded:
             bits: per value.
 
         Raises:
-            ValueError: the scales are of a type that is not stored.
+            ValueError: the scales have a type that cannot be stored.
         """
         name = str(scales.dtype).rpartition(".")[2]
         if name not in _SCALE_TYPES:
@@ -142,10 +142,10 @@ class Encoded:
         return int(self.arrays[0].shape[-2])
 
     def tensor(self, slot: int, side: Side) -> TensorLayout:
-        """Returns the layout of these rows at a place.
+        """Returns the layout of these rows in a slot and side.
 
         Raises:
-            LayoutError: there are no such rows.
+            LayoutError: no layout has such rows.
         """
         return TensorLayout(slot, side, self.heads, self.head_dim, self.dtype, self.codec)
 
@@ -169,7 +169,7 @@ class PrefixInfo:
     """Its name; empty if there is none, or if it has been dropped."""
     generation: int
     stored_bytes: int
-    """Bytes on disk, without its parents'."""
+    """Bytes on disk, without those of its parents."""
     row_bytes: int
     """Bytes that a fetch of all rows streams."""
     fidelity: str
@@ -188,7 +188,7 @@ class Stored:
     """The acknowledgement of a store."""
 
     namespace: str
-    """The name, also where the server derived it."""
+    """The name, even if the server derived it."""
     already_stored: bool
     """Nothing was written: the same model, tokens and layout were there, with parts described alike.
 
@@ -199,9 +199,9 @@ class Stored:
     """Rows of the whole chain."""
     stored_bytes: int
     durability: DurabilityName
-    """What is promised; never less than was asked."""
+    """What is promised; never less than was asked for."""
     base: int
-    """Rows that come from the parent in the end."""
+    """Rows that come from the parent, as stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Prefix:
     namespace: str
     model: str
     packed_token_ids: bytes
-    """The token ids from row 0 to `rows[1]`, u32 LE; empty for prefixes stored without."""
+    """The token ids from row 0 to `rows[1]`, u32 LE; empty for prefixes stored without them."""
     rows: tuple[int, int]
     """Which rows of the prefix these are, half-open."""
     layers: list[tuple[Array, Array]]
@@ -223,7 +223,7 @@ class Prefix:
     slots: tuple[int, ...]
     """The cache slot of each entry of `layers`."""
     layout: Layout
-    """The tensors as they are in `layers`: decoded ones are raw float32."""
+    """The tensors as in `layers`: decoded ones are raw float32."""
     fidelity: str
     """`raw`, or the codecs that the rows went through."""
     parts: tuple[Part, ...]
@@ -232,7 +232,7 @@ class Prefix:
     transport_reason: str
     """Why it was streamed."""
     shortened_by: str
-    """The kind of part for whose sake `rows` end before the prefix does; empty if none cut them."""
+    """The kind of part because of which `rows` end before the prefix does; empty if none."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -251,21 +251,21 @@ class Match:
 
     hit: bool
     reason: MissReason
-    """With a miss: why. With a hit: why it is shorter than what was asked."""
+    """Why it is a miss, or why a hit is shorter than what was asked for."""
     token_count: int
-    """Rows that may be fetched; 0 with a miss."""
+    """Rows that can be fetched; 0 on a miss."""
     matched_tokens: int
     """Leading tokens in common: the index of the first difference."""
     requested_tokens: int
     prefix: PrefixInfo | None
-    """The prefix to fetch; with a miss the nearest stored one, if any."""
+    """The prefix to fetch; on a miss, the nearest stored one, if any."""
     lease_id: bytes
-    """Pass it to `fetch`: what was matched stays readable that long."""
+    """For `fetch`: what was matched stays readable as long as the lease lasts."""
     shortened_by: str
     """The kind of part that shortened it."""
     longest_namespace: str
-    """The prefix with the most leading tokens in common, whatever parts it has: what extends it does
-    not store them again. Empty if none has any."""
+    """The prefix with the most leading tokens in common, whatever parts it has: a prefix that extends
+    it need not store their rows again. Empty if none has any."""
     longest_tokens: int
     """How many they are."""
 
@@ -282,9 +282,9 @@ class Lookup:
     hit: bool
     reason: MissReason
     prefix: PrefixInfo | None
-    """What is stored there, also if it is something else."""
+    """What is stored there, even if it is something else."""
     first_difference: int
-    """Index of the first token that differs, with `TOKENS_DIFFER`."""
+    """Index of the first token that differs, if the reason is `TOKENS_DIFFER`."""
     lease_id: bytes
 
 
@@ -301,7 +301,7 @@ class RowsWritten(NamedTuple):
     row_count: int
     """Rows that the tensor has now."""
     generation: int
-    """A new one if rows were overwritten."""
+    """It has changed if rows were overwritten."""
     durability: DurabilityName
 
 
@@ -350,7 +350,7 @@ class Receipt:
 
 
 def pack_hashes(hashes: "bytes | Sequence[int] | np.ndarray") -> bytes:
-    """Returns u64 hashes as they travel, little-endian; `bytes` are taken as packed already.
+    """Returns u64 hashes as they are sent, little-endian; `bytes` are taken to be packed.
 
     Raises:
         ValueError: too many, or not hashes.
