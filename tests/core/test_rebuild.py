@@ -283,7 +283,7 @@ def test_whose_a_prefix_was_is_for_the_caller_to_say(machine: Machine) -> None:
     assert rows_of(store, "lone") is None
     assert matched(store, FULL).matched_tokens == 0
     assert matched(store, FULL, tenant="somebody").matched_tokens == 300
-    with pytest.raises(CannotStart, match="no tenant's name"):
+    with pytest.raises(CannotStart, match="not a tenant's name"):
         rebuild(machine.path, "some body")
 
 
@@ -404,10 +404,10 @@ DAMAGES = {
     "the end": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "bytes instead of"),
     "everything": (lambda path: path.write_bytes(b""), "ends after 0 bytes"),
     "another file": (lambda path: path.write_bytes(b"not a segment " * 99), "absurd"),
-    "a directory": (lambda path: path.unlink() or path.mkdir(), "no regular file"),
+    "a directory": (lambda path: path.unlink() or path.mkdir(), "not a regular file"),
     "a link to nowhere": (
         lambda path: path.unlink() or path.symlink_to("nowhere"),
-        "no regular file",
+        "not a regular file",
     ),
 }
 
@@ -555,7 +555,7 @@ def test_a_sound_catalogue_is_not_made_anew(machine: Machine) -> None:
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(CannotStart, match="no data directory"):
+        with pytest.raises(CannotStart, match="not a data directory"):
             rebuild(path)
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
