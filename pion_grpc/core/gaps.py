@@ -18,23 +18,31 @@ def written_rows(
     Args:
         prefix: its own rows alone count, not those of its parents.
         tensor: which.
-        extents: in the order of writing; those of other tensors, and outside the range, may be among
-            them.
+        extents: the latest first, as many of them as it takes; those of other tensors, and outside the
+            range, may be among them.
         begin: the first row.
         end: the row after the last one.
     """
-    is_written = bytearray(end - begin)
-
-    def mark(first: int, count: int, value: bytes) -> None:
-        low, high = max(first, begin), min(first + count, end)
-        if low < high:
-            is_written[low - begin : high - begin] = value * (high - low)
-
+    rows = bytearray([_UNKNOWN]) * (end - begin)
+    for extent in extents:
+        if _UNKNOWN not in rows:
+            break
+        if extent.tensor == tensor.key:
+            first = extent.first_row - begin
+            _decide(rows, first, first + extent.row_count, _WRITTEN if extent.file else _GAP)
     if prefix.file is not None:
         segment = segment_layout(prefix, "")
         in_file = dict(zip(segment.layout.tensors, segment.row_counts, strict=True))
-        mark(prefix.base, in_file.get(tensor, 0), b"\1")
-    for extent in extents:
-        if extent.tensor == tensor.key:
-            mark(extent.first_row, extent.row_count, b"\1" if extent.file else b"\0")
-    return is_written.count(1)
+        first = prefix.base - begin
+        _decide(rows, first, first + in_file.get(tensor, 0), _WRITTEN)
+    return rows.count(_WRITTEN)
+
+
+_UNKNOWN, _WRITTEN, _GAP = range(3)
+
+
+def _decide(rows: bytearray, begin: int, end: int, value: int) -> None:
+    """Says of those rows of a range of which nothing is known what they are."""
+    begin, end = max(begin, 0), min(end, len(rows))
+    if begin < end:
+        rows[begin:end] = rows[begin:end].translate(bytes([value, _WRITTEN, _GAP]).ljust(256))

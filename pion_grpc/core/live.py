@@ -171,7 +171,7 @@ class RowsSession:
         if overwrites:
             check_not_shared(transaction, row, extent.first_row)
             within = (extent.first_row, end)
-            extents = transaction.extents_within(row.id, self.tensor.key, *within)
+            extents = transaction.latest_extents(row.id, self.tensor.key, *within)
             known = written_rows(row, self.tensor, extents, *within)
         count = row.base + min(counts)
         kept = min(extent.first_row, count) if overwrites else count

@@ -185,8 +185,8 @@ class Recovery:
         for tensor, count in before:
             end = prefix.base + left.get(tensor.key, 0)
             lost = prefix.base + count - end
-            had = written_rows(prefix, tensor, extents, prefix.base, prefix.base + count)
-            has = written_rows(prefix, tensor, kept, prefix.base, end)
+            had = written_rows(prefix, tensor, extents[::-1], prefix.base, prefix.base + count)
+            has = written_rows(prefix, tensor, kept[::-1], prefix.base, end)
             size = (had - has) * tensor.row_bytes
             sides.resized(prefix.id, tensor.side.value, -lost, -size)
 

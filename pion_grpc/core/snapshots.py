@@ -83,7 +83,7 @@ class Snapshots:
                 if now > kept[-1]:
                     cut = now - kept[-1]
                     begin = row.base + kept[-1]
-                    extents = transaction.extents_within(row.id, tensor.key, begin, begin + cut)
+                    extents = transaction.latest_extents(row.id, tensor.key, begin, begin + cut)
                     written = written_rows(row, tensor, extents, begin, begin + cut)
                     size = written * tensor.row_bytes
                     sides_table.resized(row.id, tensor.side.value, -cut, -size)

@@ -37,6 +37,8 @@ RESTART_MS = 100
 """Length of the log from which on a commit waits until nobody reads it, and for how long."""
 EQUALS_MAX = 64
 """Equal matches among which the most recently used is chosen."""
+EXTENTS_AT_ONCE = 16
+"""Extents that are read at once where the latest ones may be enough."""
 _AFTER_ANY_TOKENS = b"\xff" * 257
 """Behind a beginning, an upper bound of every entry that begins so: a block has 256 bytes."""
 
@@ -784,14 +786,22 @@ class Transaction:
         )
         return [ExtentRow(*row) for row in rows]
 
-    def extents_within(self, prefix: int, tensor: int, begin: int, end: int) -> list[ExtentRow]:
-        """Returns the extents of a tensor with rows from `begin` to `end`, in order of writing."""
-        rows = self.all(
+    def latest_extents(self, prefix: int, tensor: int, begin: int, end: int) -> Iterator[ExtentRow]:
+        """Yields the extents of a tensor with rows from `begin` to `end`, the latest first.
+
+        There may be very many, of which the first few say it all: they are read a few at a time.
+        """
+        serial = 1 << 62
+        while rows := self.all(
             f"SELECT {', '.join(ExtentRow._fields)} FROM extent WHERE prefix = ? AND tensor = ?"
-            " AND first_row < ? AND first_row + row_count > ? ORDER BY serial",
-            (prefix, tensor, end, begin),
-        )
-        return [ExtentRow(*row) for row in rows]
+            " AND serial < ? AND first_row < ? AND first_row + row_count > ?"
+            f" ORDER BY serial DESC LIMIT {EXTENTS_AT_ONCE}",
+            (prefix, tensor, serial, end, begin),
+        ):
+            for row in rows:
+                extent = ExtentRow(*row)
+                yield extent
+                serial = extent.serial
 
     def extent_files(self, prefix: int) -> list[str]:
         """Returns the row files of a live prefix; an empty name stands for holes.

@@ -1,12 +1,16 @@
 """Several workers are one server: each answers for everything, and one that dies takes nothing along."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import socket
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +24,17 @@ from tests.server.wire import Wire as Grpc
 WORKERS = 4
 ROWS = os.urandom(64 * 2 * 200)
 UNKNOWN_SNAPSHOT = Refused("ERR V.RESTORE: unknown snap_id for this session")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ServerProcess]:
+    """One server for tests that leave it as it is."""
+    path = Path(tempfile.mkdtemp(prefix="pion-", dir="/tmp"))
+    flags = ("--workers", str(WORKERS), "--resp", "127.0.0.1:0")
+    server = ServerProcess(path / "data", *flags, listen="127.0.0.1:0")
+    yield server
+    server.stop()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture
@@ -49,9 +64,9 @@ def pids(server: ServerProcess) -> set[int]:
     return {child.pid for child in psutil.Process(server.process.pid).children()}
 
 
-def test_every_worker_answers_for_every_prefix(server: ServerProcess) -> None:
-    stored(server)
-    wires = connections(server)
+def test_every_worker_answers_for_every_prefix(shared: ServerProcess) -> None:
+    stored(shared)
+    wires = connections(shared)
     workers = set()
     for number, wire in enumerate(wires):
         assert wire("KV.PREFIX.LOOKUP", "ns") == "HIT"
@@ -63,10 +78,10 @@ def test_every_worker_answers_for_every_prefix(server: ServerProcess) -> None:
             assert worker == number - 12, "not the worker that this port belongs to"
             assert wire("KV.PREFIX.OWNER", "ns") == str(worker)
     assert workers == set(range(WORKERS))
-    assert pids(server) == {int(fields(wire("INFO", "server"))["process_id"]) for wire in wires}
+    assert pids(shared) == {int(fields(wire("INFO", "server"))["process_id"]) for wire in wires}
     for wire in wires:
         wire.close()
-    with Grpc(server.address) as rpc:
+    with Grpc(shared.address) as rpc:
         listed = rpc.prefixes.List(pb.PrefixStoreListRequest())
         assert [info.namespace for info in listed.prefixes] == ["ns"]
 
@@ -91,8 +106,8 @@ def test_a_worker_that_dies_is_replaced_and_took_nothing_along(server: ServerPro
     replacement.close()
 
 
-def test_no_connection_has_the_number_of_another(server: ServerProcess) -> None:
-    wires = connections(server)
+def test_no_connection_has_the_number_of_another(shared: ServerProcess) -> None:
+    wires = connections(shared)
     numbers = [wire("CLIENT", "ID") for wire in wires]
     assert len(set(numbers)) == len(wires)
     assert numbers[-1] == wires[-1]("CLIENT", "ID") < 1 << 53
@@ -192,13 +207,13 @@ def test_a_snapshot_is_not_lost_on_the_worker_that_took_it(server: ServerProcess
     other.close()
 
 
-def test_a_snapshot_of_one_worker_is_everyones_over_grpc(server: ServerProcess) -> None:
-    stored(server)
-    wire = worker(server, 0)
+def test_a_snapshot_of_one_worker_is_everyones_over_grpc(shared: ServerProcess) -> None:
+    stored(shared)
+    wire = worker(shared, 0)
     taken = set()
     with contextlib.ExitStack() as calls:
         # A connection is one worker's; the system deals them out.
-        rpcs = [calls.enter_context(Grpc(server.address)).prefixes for _ in range(8)]
+        rpcs = [calls.enter_context(Grpc(shared.address)).prefixes for _ in range(8)]
         for rpc in rpcs:
             taken.add(rpc.Snapshot(pb.PrefixStoreSnapshotRequest(namespace="ns")).snapshot_id)
         assert wire("V.STOREBATCH", "ns_pv", 0, 200, 200, ROWS, "FMT", "F16") == "OK"
@@ -209,24 +224,6 @@ def test_a_snapshot_of_one_worker_is_everyones_over_grpc(server: ServerProcess) 
             assert rpc.Release(pb.PrefixStoreReleaseRequest(**named)).released
         assert wire("V.RESTORE", "ns_pk", max(taken)) == UNKNOWN_SNAPSHOT
     wire.close()
-
-
-def test_no_snapshot_outlives_the_server(start_server: Callable[..., ServerProcess]) -> None:
-    flags = ("--workers", "2", "--resp", "127.0.0.1:0")
-    server = start_server(*flags)
-    stored(server)
-    one = worker(server, 0)
-    snapshot = one("V.SNAPSHOT", "ns_pk")
-    one.close()
-    server.stop()
-    server = start_server(*flags)
-    one, other = worker(server, 0), worker(server, 1)
-    assert one("V.RESTORE", "ns_pk", snapshot) == UNKNOWN_SNAPSHOT
-    taken = {one("V.SNAPSHOT", "ns_pk") for _ in range(16)}
-    assert snapshot not in taken
-    assert other("V.COMMIT", "ns_pk", min(taken)) == 1
-    one.close()
-    other.close()
 
 
 def test_workers_end_with_their_parent_however_it_ends(server: ServerProcess) -> None:
@@ -271,7 +268,7 @@ def test_the_receipt_is_each_workers_own_and_summed(
     other.close()
 
 
-def test_no_worker_counts_for_itself_what_became_of_the_sessions(
+def test_what_ends_with_the_server_is_no_workers_own(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     def counted(wire: Wire) -> tuple[str, ...]:
@@ -286,13 +283,18 @@ def test_no_worker_counts_for_itself_what_became_of_the_sessions(
     assert other("V.STOREBATCH", "ns2_pk", 0, 0, 200, ROWS, "FMT", "F16") == "OK"
     assert one("KV.PREFIX.DROP", "ns1") == 1
     assert counted(one) == counted(other) == ("11", "0", "4")
+    snapshots = [wire("V.SNAPSHOT", "ns2_pk") for wire in (one, other)]
     one.close()
     other.close()
-    server.kill()
+    assert server.stop() == 0
+
     server = start_server(*flags)
     assert sum(entry["event"] == "WAL replayed" for entry in server.log) == 1
     one, other = worker(server, 0), worker(server, 1)
     assert counted(one) == counted(other) == ("0", "3", "0")
+    for snapshot, wire in itertools.product(snapshots, (one, other)):
+        assert wire("V.RESTORE", "ns2_pk", snapshot) == UNKNOWN_SNAPSHOT
+    assert not {one("V.SNAPSHOT", "ns2_pk") for _ in range(16)} & set(snapshots)
     assert one("KV.PREFIX.DROP", "ns2") == 1
     assert counted(other) == ("2", "3", "2")
     assert other("KV.PREFIX.SAVE") != "OK", "there is nothing"

@@ -118,7 +118,7 @@ while True:
     number += 1
     uses.note(number % 5_000 << 32 | number % 5_000)
     if number % 1_500 == 0:
-        uses.written(uses.unwritten()[-1][1])
+        uses.written(uses.unwritten()[-10][1])
 """
 
 
@@ -137,9 +137,10 @@ def test_no_reader_ever_sees_half_a_use(other: UseFile, directories: list[DataDi
                     assert key >> 32 == key & 0xFFFF_FFFF < 5_000
                     assert begun < at <= time.time_ns()
         writer.kill()
-    # What it had used is there for whoever finds it dead.
     (instance,) = directories[1].dead_instances()
-    assert other.of_dead(instance)
+    assert len(other.of_dead(instance)) >= 9, (
+        "it is dead, and what it had used is there all the same"
+    )
 
 
 @pytest.mark.parametrize("size", [0, 5, 8, 16, 24, 16 << 10])
