@@ -9,26 +9,19 @@ Reads never write: uses are noted beside the catalogue and flushed by `tick`.
 """
 
 import contextlib
-import dataclasses
-import functools
-import json
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
-import numpy as np
-
+from pion_grpc.core.asking import add_lease, find_longest, look_up
 from pion_grpc.core.blobs import BlobStore
 from pion_grpc.core.exporting import Exports
+from pion_grpc.core.housekeeping import Totals, begin_if_alone, clean, end_leases, totals
 from pion_grpc.core.live import RowsSession, begin_rows, is_mostly_gaps, seal, tensor_of
-from pion_grpc.core.matching import cut_to_parts, longest_match, served_with_parts
 from pion_grpc.core.membership import membership
-from pion_grpc.core.reading import (
-    CorruptPrefix,
-    Reading,
-    chain_parts,
-)
-from pion_grpc.core.receipt import NO_RESTORE, Ledger, Receipt, Restore, summed
+from pion_grpc.core.opening import guarded, open_prefix, prefix_info, within
+from pion_grpc.core.reading import Reading
+from pion_grpc.core.receipt import NO_RESTORE, Ledger, Restore, SharedReceipt, restore_of
 from pion_grpc.core.recovery import Recovery
 from pion_grpc.core.snapshots import Snapshots
 from pion_grpc.core.space import Space
@@ -36,7 +29,6 @@ from pion_grpc.core.storing import StoreSession, begin_store
 from pion_grpc.core.values import (
     TABLE_HASHES_MAX,
     BlockTable,
-    Durability,
     Export,
     FetchQuery,
     LookupQuery,
@@ -45,7 +37,6 @@ from pion_grpc.core.values import (
     MatchResult,
     MissReason,
     PrefixInfo,
-    RowRange,
     State,
     Stored,
     StoreHeader,
@@ -59,42 +50,25 @@ from pion_grpc.core.values import (
 )
 from pion_grpc.core.workshop import RowFileNames, Workshop, sync_prefixes
 from pion_grpc.errors import (
-    Corrupt,
     DiskFull,
     Evicted,
-    GenerationDiffers,
     InvalidRequest,
     LayoutDiffers,
     NotStored,
-    OverBudget,
     PionError,
-    RowsOutOfRange,
-    Unreadable,
 )
-from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import (
     BlockTableRow,
     Catalog,
-    ExtentRow,
     NewPrefix,
     PrefixRow,
     Transaction,
-    unix_ms,
 )
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
-from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
 from pion_wire import limits
-from pion_wire.blocks import common_tokens, root_hash
-from pion_wire.layout import Layout, PartInfo, Side
-
-Answer = TypeVar("Answer")
-Result = TypeVar("Result", LookupResult, MatchResult)
-
-
-LEASE_BYTES = 128
-"""What a lease takes in the catalogue."""
+from pion_wire.layout import Layout, Side
 
 
 class Fetch(NamedTuple):
@@ -106,29 +80,6 @@ class Fetch(NamedTuple):
     restore: Restore
     shortened_by: str
     """The kind of part that cut the rows; empty if none did."""
-
-
-class Totals(NamedTuple):
-    """What is stored, and what it takes."""
-
-    prefixes: int
-    rows: int
-    disk_used_bytes: int
-    live_bytes: int
-    evicted: int
-    corrupt: int
-
-
-class _Opened(NamedTuple):
-    prefix: PrefixRow
-    info: PrefixInfo
-    reading: Reading
-    token_ids: bytes
-    shortened_by: str
-
-
-class _OutOfDate(Exception):
-    """What was read of a prefix is no longer so: ask again."""
 
 
 class PrefixStore:
@@ -158,25 +109,25 @@ class PrefixStore:
             )
         self.space = Space(directory, self._catalog, files, budget_bytes, tenant_budget_bytes)
         boot = boot or boot_id()
-        self._recovery = Recovery(directory, self._catalog, self.space, boot)
         self.workshop = Workshop(
             directory,
             self._catalog,
             files,
             self.space,
             RowFileNames(directory.instance),
-            self._recovery,
+            Recovery(directory, self._catalog, self.space, boot),
             boot,
         )
         """What the other halves of the core work with."""
         self.blobs = BlobStore(self.workshop)
-        self._published: Receipt | None = None
+        self.receipt = SharedReceipt(directory, self.ledger)
+        """What all processes on the directory did together."""
         self.exports = Exports(directory)
         """What has been checked of the files that are named to clients."""
         self.snapshots = Snapshots(self.workshop)
         with self._catalog.starting():
             self.space.bury_dead_instances()
-            self.is_first = self._begin_if_alone()
+            self.is_first = begin_if_alone(self.workshop)
             """Whether a server has begun with this process: no other was there."""
             self.space.measure()
 
@@ -242,7 +193,7 @@ class PrefixStore:
             if table is not None:
                 transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
             transaction.update(row.id, prefill_ms=prefill_ms)
-            return self._info(transaction, row._replace(prefill_ms=prefill_ms))
+            return prefix_info(transaction, row._replace(prefill_ms=prefill_ms))
 
     def lookup(
         self, tenant: str, queries: list[LookupQuery], lease_ms: int = 0
@@ -251,8 +202,7 @@ class PrefixStore:
         check_lease(lease_ms)
         if len(queries) > limits.NAMES_MAX:
             raise InvalidRequest("queries", f"more than {limits.NAMES_MAX}", limit=limits.NAMES_MAX)
-        asks = [functools.partial(self._lookup, tenant, query) for query in queries]
-        results = self._leased([self._sound(ask) for ask in asks], asks, lease_ms)
+        results = look_up(self.workshop, tenant, queries, lease_ms)
         for query, result in zip(queries, results, strict=True):
             self.ledger.lookup(hit=result.hit)
             if result.hit:
@@ -261,8 +211,7 @@ class PrefixStore:
 
     def match(self, tenant: str, query: MatchQuery) -> MatchResult:
         """Returns the longest stored prefix of a token sequence; counts a hit or a miss."""
-        ask = functools.partial(self._match, tenant, query)
-        (result,) = self._leased([self._sound(ask)], [ask], query.lease_ms)
+        result = find_longest(self.workshop, tenant, query)
         self.ledger.lookup(hit=result.hit)
         return result
 
@@ -274,7 +223,7 @@ class PrefixStore:
             raise InvalidRequest("page_size", f"{count} is outside 1..{limits.NAMES_MAX}")
         with self._catalog.read() as transaction:
             rows = transaction.page(tenant, prefix, after, count)
-            return [self._info(transaction, row) for row in rows]
+            return [prefix_info(transaction, row) for row in rows]
 
     def block_table(self, tenant: str, namespace: str) -> BlockTable | None:
         """Returns the caller's table of a prefix."""
@@ -284,7 +233,7 @@ class PrefixStore:
             table = transaction.block_table(row.id) if row else None
         if row is None or table is None:
             return None
-        self.note_use(row.id, "k")
+        self.space.uses.note(row.id, "k")
         return BlockTable(table.block_tokens, bytes(table.hashes))
 
     def membership(self, tenant: str, namespace: str, probes: bytes) -> bytes | None:
@@ -396,7 +345,7 @@ class PrefixStore:
             Evicted: the lease has ended.
             Corrupt: a file is damaged; the prefix has been taken out.
         """
-        opened = self._open(tenant, query, _range)
+        opened = open_prefix(self.workshop, tenant, query, within)
         if isinstance(opened, LookupResult):
             return opened
         try:
@@ -405,11 +354,11 @@ class PrefixStore:
             opened.reading.close()
             raise
         rows = opened.reading.rows
-        self.note_use(opened.prefix.id)
+        self.space.uses.note(opened.prefix.id)
         restore = NO_RESTORE
         # Some of the tensors spare nobody a prefill.
         if query.counted and len(opened.reading.tensors) == len(opened.info.layout.tensors):
-            restore = self._restore(opened.reading.chain, rows)
+            restore = restore_of(opened.reading.chain, rows)
         token_ids = opened.token_ids[: 4 * rows.end]
         return Fetch(opened.info, opened.reading, token_ids, restore, opened.shortened_by)
 
@@ -418,23 +367,15 @@ class PrefixStore:
 
         None if it has no rows. `guarded` closes it. Raises as `fetch` does.
         """
-        opened = self._open(tenant, query, lambda asked, row: asked)
+        opened = open_prefix(self.workshop, tenant, query, lambda asked, row: asked)
         if isinstance(opened, LookupResult):
             return None
-        self.note_use(opened.prefix.id, "".join(side.value for side in query.sides))
+        self.space.uses.note(opened.prefix.id, "".join(side.value for side in query.sides))
         return opened.reading
 
-    @contextlib.contextmanager
-    def guarded(self, reading: Reading) -> Iterator[None]:
+    def guarded(self, reading: Reading) -> AbstractContextManager[None]:
         """Closes a reading at the end, and takes out the prefix whose damage it meets."""
-        try:
-            yield
-        except CorruptPrefix as error:
-            error.metadata["namespace"] = reading.chain[-1].namespace
-            self.space.take_out(error)
-            raise
-        finally:
-            reading.close()
+        return guarded(self.space, reading)
 
     def fetched(self, fetch: Fetch, streamed_bytes: int) -> None:
         """Counts a Fetch that has ended well."""
@@ -463,7 +404,7 @@ class PrefixStore:
             extents = tuple(self.exports.extents(found.reading))
             row = found.reading.chain[-1]
             with self._catalog.write() as transaction:
-                lease = _lease(transaction, row.id, max(lease_ms, 1))
+                lease = add_lease(transaction, row.id, max(lease_ms, 1))
             if not lease:
                 raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace)
         self.ledger.restored(found.restore, exported=found.reading.total_bytes)
@@ -471,7 +412,7 @@ class PrefixStore:
         return Export(found.prefix, rows, extents, found.token_ids, lease, cut)
 
     def read_rows(
-        self, tenant: str, namespace: str, slot: int, side: Side, rows: np.ndarray
+        self, tenant: str, namespace: str, slot: int, side: Side, rows: Sequence[int]
     ) -> tuple[Layout, Iterator[bytes]] | None:
         """Returns scattered rows of one tensor in the order asked; those beyond the end are zeros.
 
@@ -486,7 +427,7 @@ class PrefixStore:
         query = FetchQuery(
             namespace, slots=frozenset({slot}), codecs=frozenset(), sides=frozenset({side})
         )
-        opened = self._open(tenant, query, lambda asked, row: asked)
+        opened = open_prefix(self.workshop, tenant, query, lambda asked, row: asked)
         if isinstance(opened, LookupResult):
             if opened.reason is MissReason.NO_ROWS:
                 return None
@@ -495,8 +436,8 @@ class PrefixStore:
         if not reading.tensors:
             reading.close()
             raise LayoutDiffers(f"{namespace!r} has no {side.value}.{slot}", namespace=namespace)
-        self.note_use(opened.prefix.id)
-        if int(rows.min()) >= reading.row_counts[reading.tensors[0]]:
+        self.space.uses.note(opened.prefix.id)
+        if min(rows) >= reading.row_counts[reading.tensors[0]]:
             reading.close()
             return None
         return reading.served_layout, self._scattered(reading, rows)
@@ -505,159 +446,19 @@ class PrefixStore:
 
     def tick(self) -> None:
         """Flushes uses, ends leases and removes what waited for them: call it about once a second."""
-        self.flush_uses()
-        with self._catalog.read() as transaction:
-            waiting = transaction.hidden()
-            expired = transaction.has_expired_leases(unix_ms())
-            expired = expired or Blobs(transaction).has_expired_leases()
-        if waiting or expired:
-            with self._catalog.write() as transaction:
-                transaction.end_leases(unix_ms())
-                Blobs(transaction).collect()
-                for row in waiting:
-                    self.space.collect(transaction, row.id)
-        self.space.sweep()
-        self._publish_receipt()
-
-    def summed_receipt(self) -> Receipt:
-        """Returns the receipt of all processes on this directory; of the others up to a second ago."""
-        begun = self.directory.reset_unix_ms()
-        others = [Receipt(*json.loads(text)) for text in self.directory.published()]
-        counting = [other for other in others if other.since_unix_ms >= begun]
-        return summed([self.ledger.get(), *counting])
-
-    def reset_receipts(self) -> Receipt:
-        """Begins to count anew in all processes on this directory; returns what they had together."""
-        total = self.summed_receipt()
-        self.directory.note_reset()
-        self.ledger.reset()
-        return total
-
-    def _publish_receipt(self) -> None:
-        receipt = self.ledger.get()
-        if receipt.since_unix_ms < self.directory.reset_unix_ms():
-            self.ledger.reset()
-            receipt = self.ledger.get()
-        if receipt != self._published:
-            self.directory.publish(json.dumps(receipt))
-            self._published = receipt
-
-    def flush_uses(self) -> None:
-        """Writes down which prefixes and states were used since the last flush."""
         self.space.uses.flush()
+        end_leases(self.workshop)
+        self.receipt.publish()
 
     def clean(self) -> None:
         """Buries what is dead, counts foreign files, folds the log: call it every half minute."""
-        self.space.bury_dead_instances()
-        self.space.measure()
-        self.space.forget_layouts()
-        self.keep_within_budget()
-        self._catalog.checkpoint()
-
-    def keep_within_budget(self) -> None:
-        """Evicts what is too much, as after a start with a smaller budget."""
-        with self._catalog.read() as transaction:
-            too_much = self.space.used_bytes(transaction) > self.space.budget_bytes
-        if too_much:
-            # What is leased, or the catalogue alone, may be more than it should be.
-            with contextlib.suppress(OverBudget), self._catalog.write() as transaction:
-                self.space.make_room(transaction, "", 0)
-            self.space.sweep()
+        clean(self.workshop)
 
     def totals(self, tenant: str | None = None) -> Totals:
         """Returns what is stored, and what it takes: in all, or of one tenant."""
-        with self._catalog.read() as transaction:
-            counted = transaction.totals(tenant)
-            live = sum(row.disk_bytes for row in transaction.live(tenant))
-            if tenant:
-                return Totals(counted.prefixes, counted.rows, transaction.usage(tenant), live, 0, 0)
-            used = self.space.used_bytes(transaction)
-        space = self.space
-        return Totals(
-            counted.prefixes, counted.rows, used, live, space.evicted_count, space.corrupt_count
-        )
+        return totals(self.workshop, tenant)
 
     # -- parts of the above
-
-    def _begin_if_alone(self) -> bool:
-        """Forgets what lasts as long as a server, if no process of one is here; says whether so.
-
-        On a full disk it stays: ways back that nobody knows of, and counts that go on.
-        """
-        with contextlib.suppress(DiskFull), self._catalog.write() as transaction:
-            # In here: who is there has its lock, and who comes later writes nothing before this ends.
-            if self.directory.live_instances() == {self.directory.instance}:
-                RowSnapshots(transaction).clear()
-                Sides(transaction).begin_counting()
-                return True
-        return False
-
-    def _lookup(self, tenant: str, query: LookupQuery) -> tuple[LookupResult, int]:
-        """Returns the answer, and of a hit the prefix."""
-        with self._catalog.read() as transaction:
-            row = transaction.by_name(tenant, query.namespace)
-            if row is None:
-                return LookupResult(hit=False, reason=MissReason.NOT_STORED), 0
-            chain = transaction.chain(row)
-            info = self._info(transaction, row, chain)
-            token_ids = transaction.token_ids(row.id) if query.token_ids else b""
-        reason, difference = _expectation(row, query, token_ids)
-        if reason is not MissReason.NONE:
-            miss = LookupResult(False, reason, prefix=info, first_difference=difference)
-            return miss, 0
-        if not self._recovery.vouch(chain):
-            raise _OutOfDate
-        self.note_use(row.id)
-        return LookupResult(hit=True, reason=MissReason.NONE, prefix=info), row.id
-
-    def _match(self, tenant: str, query: MatchQuery) -> tuple[MatchResult, int]:
-        """Returns the answer, and of a hit the prefix."""
-        requested = len(query.token_ids) // 4
-        with self._catalog.read() as transaction:
-            longest, longest_root = None, b""
-            for fidelity in query.fidelities:
-                root = root_hash(tenant, query.model_id, fidelity)
-                found = longest_match(transaction, root, query.token_ids)
-                if found is not None and (longest is None or found.tokens > longest.tokens):
-                    longest, longest_root = found, root
-            if longest is None:
-                return MatchResult(False, MissReason.NOT_STORED, None, requested, 0, 0), 0
-            row, matched, served, shortened_by = served_with_parts(
-                transaction, longest_root, query.token_ids, longest, query.part_kinds
-            )
-            chain = transaction.chain(row)
-            info = self._info(transaction, row, chain)
-        reason = MissReason.NONE if served == requested else MissReason.PARTIAL
-        if shortened_by:
-            reason = MissReason.PART_MISSING
-        result = MatchResult(
-            hit=True,
-            reason=reason,
-            prefix=info,
-            requested_tokens=requested,
-            matched_tokens=matched,
-            served_tokens=served,
-            shortened_by=shortened_by,
-            longest=longest.prefix.namespace,
-            longest_tokens=longest.tokens,
-        )
-        if served < max(query.min_tokens, 1):
-            reason = reason if shortened_by else MissReason.TOO_SHORT
-            return dataclasses.replace(result, hit=False, reason=reason, served_tokens=0), 0
-        if not self._recovery.vouch(chain):
-            raise _OutOfDate
-        self.note_use(row.id)
-        return result, row.id
-
-    def _sound(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks again after what was found damaged has been taken out."""
-        while True:
-            try:
-                return ask()
-            except CorruptPrefix as error:
-                self.space.take_out(error)
-            except _OutOfDate:
-                continue
 
     def _credit(self, query: LookupQuery, result: LookupResult) -> None:
         """Counts what a caller restored by other means than Fetch, if it says so."""
@@ -670,185 +471,11 @@ class PrefixStore:
         seconds = (query.restored_prefill_ms or 0.0) / 1_000
         self.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
 
-    def _open(
-        self, tenant: str, query: FetchQuery, clamp: Callable[[RowRange, PrefixRow], RowRange]
-    ) -> _Opened | LookupResult:
-        attempts = 0
-        while True:
-            with self._catalog.read() as transaction:
-                row = self._find(transaction, tenant, query)
-                if row is None or row.state == "registered":
-                    reason = MissReason.NO_ROWS if row else MissReason.NOT_STORED
-                    return LookupResult(hit=False, reason=reason)
-                chain = transaction.chain(row)
-                extents = transaction.extents(row.id) if row.state == "live" else []
-                token_ids = transaction.token_ids(row.id)
-                info = self._info(transaction, row, chain)
-            if query.generation and query.generation != row.generation:
-                raise GenerationDiffers(
-                    f"{row.namespace!r} has changed: ask for it anew",
-                    namespace=row.namespace,
-                    generation=row.generation,
-                )
-            try:
-                if self._recovery.check(chain):
-                    continue  # it has fewer rows than the catalogue said
-                rows, cut = clamp(query.rows, row), ""
-                if query.part_kinds:
-                    rows, cut = _with_parts(query, rows, info.parts)
-                    if not rows.end:
-                        return LookupResult(False, MissReason.PART_MISSING, info, shortened_by=cut)
-                reading = Reading(self.directory, chain, extents, query, rows)
-            except FileNotFoundError as error:
-                attempts += 1
-                if attempts == 1:
-                    continue  # evicted or saved meanwhile: look again
-                self._take_out_missing(chain, extents)
-                raise Corrupt(f"a file is gone: {error}", namespace=row.namespace) from error
-            except CorruptPrefix as error:
-                error.metadata["namespace"] = row.namespace
-                self.space.take_out(error)
-                raise
-            except Unreadable as error:
-                error.metadata["namespace"] = row.namespace
-                self.space.note_trouble(row.namespace, str(error))
-                raise
-            return _Opened(row, info, reading, token_ids, cut)
-
-    def _find(self, transaction: Transaction, tenant: str, query: FetchQuery) -> PrefixRow | None:
-        if not query.lease_id:
-            return transaction.by_name(tenant, query.namespace)
-        row = transaction.by_lease(query.lease_id, unix_ms())
-        if row is None or row.tenant != tenant:
-            raise Evicted("the lease has ended: look the prefix up again")
-        return row
-
-    def _leased(
-        self,
-        found: list[tuple[Result, int]],
-        asks: Sequence[Callable[[], tuple[Result, int]]],
-        lease_ms: int,
-    ) -> list[Result]:
-        """Leases the prefixes of hits in one transaction: one lease each, however often it was hit.
-
-        What was evicted since it was found is asked for again. No lease is given once the catalogue
-        itself has reached the budget.
-        """
-        while lease_ms and any(prefix for _, prefix in found):
-            try:
-                self.space.check_declared(LEASE_BYTES * len(found))
-            except OverBudget:
-                break
-            hits = {prefix for _, prefix in found if prefix}
-            with self._catalog.write() as transaction:
-                leases = {prefix: _lease(transaction, prefix, lease_ms) for prefix in hits}
-            if all(leases.values()):
-                return [
-                    dataclasses.replace(answer, lease_id=leases[prefix]) if prefix else answer
-                    for answer, prefix in found
-                ]
-            found = [
-                self._sound(ask) if prefix and not leases[prefix] else (answer, prefix)
-                for (answer, prefix), ask in zip(found, asks, strict=True)
-            ]
-        return [answer for answer, _ in found]
-
-    def _scattered(self, reading: Reading, rows: np.ndarray) -> Iterator[bytes]:
+    def _scattered(self, reading: Reading, rows: Sequence[int]) -> Iterator[bytes]:
         per_chunk = max(1, limits.CHUNK_BYTES_MAX // max(reading.served_layout.row_bytes, 1))
         with self.guarded(reading):
             for start in range(0, len(rows), per_chunk):
-                wanted = rows[start : start + per_chunk].tolist()
-                yield b"".join(reading.row(0, row) for row in wanted)
-
-    def _take_out_missing(self, chain: list[PrefixRow], extents: list[ExtentRow]) -> None:
-        """Takes out the first prefix of a chain whose file is gone."""
-        for row in chain:
-            names = [row.file or ""]
-            if row is chain[-1]:
-                names += [extent.file for extent in extents]
-            for path in (self.directory.resolve(name) for name in names if name):
-                if not path.exists():
-                    self.space.take_out(CorruptPrefix(Corrupt(f"{path} is gone"), row.id, path))
-                    return
-
-    def _info(
-        self, transaction: Transaction, row: PrefixRow, chain: list[PrefixRow] | None = None
-    ) -> PrefixInfo:
-        parent = transaction.by_id(row.parent) if row.parent is not None else None
-        chain = chain or transaction.chain(row)
-        return PrefixInfo(
-            namespace=row.namespace,
-            state=State(row.state),
-            model_id=row.model_id,
-            layout=Layout.from_json(row.layout),
-            token_count=row.token_count,
-            base=row.base,
-            parent=parent.namespace if parent is not None and parent.visible else "",
-            depth=row.depth,
-            generation=row.generation,
-            stored_bytes=row.disk_bytes,
-            fidelity=row.fidelity,
-            created_unix_ms=row.created_unix_ms,
-            durability=Durability.DISK if row.boot is None else Durability.PROCESS,
-            parts=chain_parts(chain),
-            prefill_ms=row.prefill_ms,
-        )
-
-    def _restore(self, chain: list[PrefixRow], rows: RowRange) -> Restore:
-        """Returns what handing out rows saves, by what is known of the chain's prefill times."""
-        seconds, unknown = 0.0, 0
-        for depth, row in enumerate(chain):
-            above = chain[depth + 1].base if depth + 1 < len(chain) else rows.end
-            served = max(0, min(above, rows.end) - max(row.base, rows.begin))
-            if row.prefill_ms and row.token_count:  # of all its tokens, its parents' included
-                seconds += row.prefill_ms / 1_000 * served / row.token_count
-            else:
-                unknown += served
-        return Restore(rows.end - rows.begin, seconds, unknown)
-
-    def note_use(self, prefix: int, sides: str = "") -> None:
-        """Remembers that a prefix, or these sides of it, was used now."""
-        self.space.uses.note(prefix, sides)
-
-    def note_state_use(self, tenant: str, session: str) -> None:
-        """Remembers that the states of a session were used now."""
-        self.space.uses.note_state(tenant, session)
-
-
-def _lease(transaction: Transaction, prefix: int, lease_ms: int) -> bytes:
-    """Leases a prefix and returns the lease; empty if it went meanwhile."""
-    if transaction.by_id(prefix) is None:
-        return b""
-    lease = secrets.token_bytes(16)
-    transaction.add_lease(lease, prefix, unix_ms() + lease_ms)
-    return lease
-
-
-def _range(asked: RowRange, row: PrefixRow) -> RowRange:
-    end = asked.end or row.token_count
-    if not asked.begin <= end <= row.token_count:
-        raise RowsOutOfRange(
-            f"rows {asked.begin} to {end} of {row.namespace!r}, which has {row.token_count}",
-            rows=row.token_count,
-            namespace=row.namespace,
-        )
-    return RowRange(asked.begin, end)
-
-
-def _with_parts(
-    query: FetchQuery, rows: RowRange, parts: Sequence[PartInfo]
-) -> tuple[RowRange, str]:
-    """Returns the rows that end where the parts are, and the kind that cut them; none if there are none.
-
-    An end that is named is the boundary, whichever slots have parts there; else it is the latest one
-    that is whole.
-    """
-    if query.rows.end:
-        there = {part.kind for part in parts if part.boundary_tokens == rows.end}
-        cut = next((kind for kind in query.part_kinds if kind not in there), "")
-        return (RowRange() if cut else rows), cut
-    end, cut = cut_to_parts(parts, query.part_kinds, rows.end)
-    return (RowRange(rows.begin, end) if end >= rows.begin else RowRange()), cut
+                yield b"".join(reading.row(0, row) for row in rows[start : start + per_chunk])
 
 
 def _declares(transaction: Transaction, row: PrefixRow, layout: Layout) -> bool:
@@ -857,16 +484,3 @@ def _declares(transaction: Transaction, row: PrefixRow, layout: Layout) -> bool:
     return sides == set(map(Side, Sides(transaction).of(row.id))) and all(
         tensor_of(transaction, row, tensor.slot, tensor.side) == tensor for tensor in layout.tensors
     )
-
-
-def _expectation(row: PrefixRow, query: LookupQuery, token_ids: bytes) -> tuple[MissReason, int]:
-    """Returns why a prefix is not what a query expects, and the first token that differs."""
-    if query.model_id and row.model_id != query.model_id:
-        return MissReason.MODEL_DIFFERS, 0
-    if query.token_ids and token_ids != query.token_ids and row.state != "registered":
-        return MissReason.TOKENS_DIFFER, common_tokens(token_ids, query.token_ids)
-    if query.layout is not None and row.layout != query.layout.to_json():
-        return MissReason.LAYOUT_DIFFERS, 0
-    if row.state == "registered":
-        return MissReason.NO_ROWS, 0
-    return MissReason.NONE, 0

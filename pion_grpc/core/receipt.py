@@ -6,11 +6,14 @@ tensors were asked for, as some of them spare nobody a prefill. Seconds are of t
 measured ones come from a prefill time that a client reported, estimated ones from a constant per token.
 """
 
+import json
 import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pion_grpc.storage.catalog import unix_ms
+from pion_grpc.core.values import RowRange
+from pion_grpc.storage.catalog import PrefixRow, unix_ms
+from pion_grpc.storage.directory import DataDirectory
 
 ESTIMATED_SECONDS_PER_TOKEN = 555e-6
 """Prefill of a 4-bit model with 1 billion parameters on an M-series Mac; larger ones cost more."""
@@ -57,6 +60,19 @@ NO_RESTORE = Restore(0, 0.0, 0)
 """Bytes were handed out that save no prefill."""
 
 
+def restore_of(chain: list[PrefixRow], rows: RowRange) -> Restore:
+    """Returns what handing out rows saves, by what is known of the chain's prefill times."""
+    seconds, unknown = 0.0, 0
+    for depth, row in enumerate(chain):
+        above = chain[depth + 1].base if depth + 1 < len(chain) else rows.end
+        served = max(0, min(above, rows.end) - max(row.base, rows.begin))
+        if row.prefill_ms and row.token_count:  # of all its tokens, its parents' included
+            seconds += row.prefill_ms / 1_000 * served / row.token_count
+        else:
+            unknown += served
+    return Restore(rows.end - rows.begin, seconds, unknown)
+
+
 class Ledger:
     """Counts; safe to use from many threads."""
 
@@ -101,6 +117,39 @@ class Ledger:
         with self._lock:
             before, self._receipt = self._receipt, _empty()
             return before
+
+
+class SharedReceipt:
+    """The receipt of all processes on one directory; of the others up to a second ago."""
+
+    def __init__(self, directory: DataDirectory, ledger: Ledger) -> None:
+        self._directory = directory
+        self._ledger = ledger
+        self._published: Receipt | None = None
+
+    def get(self) -> Receipt:
+        """Returns what they did together since counting last began anew."""
+        begun = self._directory.reset_unix_ms()
+        others = [Receipt(*json.loads(text)) for text in self._directory.published()]
+        counting = [other for other in others if other.since_unix_ms >= begun]
+        return summed([self._ledger.get(), *counting])
+
+    def reset(self) -> Receipt:
+        """Begins to count anew in all of them; returns what they had together."""
+        total = self.get()
+        self._directory.note_reset()
+        self._ledger.reset()
+        return total
+
+    def publish(self) -> None:
+        """Lets the others read what this one has counted, and begins anew if one of them has."""
+        receipt = self._ledger.get()
+        if receipt.since_unix_ms < self._directory.reset_unix_ms():
+            self._ledger.reset()
+            receipt = self._ledger.get()
+        if receipt != self._published:
+            self._directory.publish(json.dumps(receipt))
+            self._published = receipt
 
 
 def _empty() -> Receipt:

@@ -252,7 +252,7 @@ class Sessions:
         hit = len(sides) == len(Side)
         self._store.ledger.lookup(hit=hit)
         if row is not None:
-            self._store.note_use(row.id, "".join(sorted(sides)))
+            self._workshop.space.uses.note(row.id, "".join(sorted(sides)))
         if hit and row is not None:
             tokens = restored_tokens
             prefill_ms = restored_prefill_ms
@@ -406,7 +406,7 @@ class Sessions:
         if reading is None or not reading.tensors:
             if reading is not None:
                 reading.close()
-            self._store.note_use(info.number // 2, side.value)
+            self._workshop.space.uses.note(info.number // 2, side.value)
             return None
         return SessionReading(self._store, reading, info.layer_count)
 

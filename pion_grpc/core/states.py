@@ -220,7 +220,7 @@ class RecurrentStates:
         Raises:
             As `StateSession.begin` does.
         """
-        self._store.flush_uses()
+        self._store.space.uses.flush()
         values = StateSession(self, tenant, session, durability)
         values.begin(session, layer, info)
         return values
@@ -260,7 +260,7 @@ class RecurrentStates:
                 reading = self.blobs.open(blob)
             except FileNotFoundError:
                 continue  # replaced meanwhile: look again
-            self._store.note_state_use(tenant, session)
+            self._store.space.uses.note_state(tenant, session)
             return FoundState(_info(state, reading.size), state.generation, reading)
 
     def export(

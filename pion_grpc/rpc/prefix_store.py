@@ -1,9 +1,9 @@
 """pion.v1.PrefixStore: messages to values, values to messages, and chunks framed by hand."""
 
 import itertools
+import struct
 from collections.abc import Iterable, Iterator, Sized
 
-import numpy as np
 from crc32c import crc32c
 
 from pion_grpc import __version__
@@ -372,7 +372,7 @@ class PrefixStoreService:
         """Reads scattered rows."""
         if len(request.rows) % 4:
             raise InvalidRequest("rows", f"{len(request.rows)} bytes are not a sequence of u32")
-        rows = np.frombuffer(request.rows, dtype="<u4")
+        rows = struct.unpack(f"<{len(request.rows) // 4}I", request.rows)
         side = _side(request.side)
         found = self._store.read_rows(call.tenant, request.namespace, request.slot, side, rows)
         if found is None:

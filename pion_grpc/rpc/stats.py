@@ -17,13 +17,13 @@ class StatsService:
     def Get(self, request: pb.StatsGetRequest, call: Call) -> pb.StatsGetResponse:
         """Reads the receipt."""
         _check_tenant(call)
-        receipt = self._store.ledger.get() if self._alone else self._store.summed_receipt()
+        receipt = self._store.ledger.get() if self._alone else self._store.receipt.get()
         return pb.StatsGetResponse(receipt=_message(receipt))
 
     def Reset(self, request: pb.StatsResetRequest, call: Call) -> pb.StatsResetResponse:
         """Sets it to zero."""
         _check_tenant(call)
-        receipt = self._store.ledger.reset() if self._alone else self._store.reset_receipts()
+        receipt = self._store.ledger.reset() if self._alone else self._store.receipt.reset()
         return pb.StatsResetResponse(receipt=_message(receipt))
 
 

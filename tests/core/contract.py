@@ -732,27 +732,27 @@ class StoreContract:
     def test_scattered_rows_come_in_the_order_asked(self, store: PrefixStore) -> None:
         put(store, "p", PROMPT)
         put(store, "c", LONGER, parent="p", base=200)
-        asked = np.array([269, 0, 200, 199, 0, 270, 4_000_000_000], dtype="<u4")
+        asked = [269, 0, 200, 199, 0, 270, 4_000_000_000]
         found = store.read_rows(TENANT, "c", 0, Side.V, asked)
         assert found is not None
         shape, pieces = found
         assert shape.tensors == (SMALL.tensors[1],)
         data = true_rows(SMALL, LONGER, 1)
-        rows = [data[16 * r : 16 * r + 16] or bytes(16) for r in asked.tolist()]
+        rows = [data[16 * r : 16 * r + 16] or bytes(16) for r in asked]
         assert b"".join(pieces) == b"".join(rows)
-        assert store.read_rows(TENANT, "c", 0, Side.V, np.array([270], dtype="<u4")) is None
+        assert store.read_rows(TENANT, "c", 0, Side.V, [270]) is None
 
     def test_scattered_rows_go_as_far_as_their_own_tensor(self, store: PrefixStore) -> None:
         store.register(TENANT, "p", SMALL)
         write(store, "p", 0, b"k" * 160, side=Side.K)
-        found = store.read_rows(TENANT, "p", 0, Side.K, np.array([9, 10], dtype="<u4"))
+        found = store.read_rows(TENANT, "p", 0, Side.K, [9, 10])
         assert found is not None
         assert b"".join(found[1]) == b"k" * 16 + bytes(16)
-        assert store.read_rows(TENANT, "p", 0, Side.V, np.array([0], dtype="<u4")) is None
+        assert store.read_rows(TENANT, "p", 0, Side.V, [0]) is None
         with pytest.raises(LayoutDiffers):
-            store.read_rows(TENANT, "p", 1, Side.K, np.array([0], dtype="<u4"))
+            store.read_rows(TENANT, "p", 1, Side.K, [0])
         with pytest.raises(NotStored):
-            store.read_rows(TENANT, "absent", 0, Side.K, np.array([0], dtype="<u4"))
+            store.read_rows(TENANT, "absent", 0, Side.K, [0])
 
     def test_a_slot_is_only_added_where_nothing_says_how_many_there_are(
         self, store: PrefixStore
@@ -762,7 +762,7 @@ class StoreContract:
         info = look(store, "p").prefix
         assert info is not None
         assert [(t.slot, t.side) for t in info.layout.tensors][-1] == (3, Side.K)
-        found = store.read_rows(TENANT, "p", 3, Side.K, np.array([9], dtype="<u4"))
+        found = store.read_rows(TENANT, "p", 3, Side.K, [9])
         assert found is not None
         assert b"".join(found[1]) == b"v" * 16
         put(store, "whole", PROMPT)
@@ -806,10 +806,10 @@ class StoreContract:
         assert info.generation == generation
         write(store, "p", 0, b"v" * 320, side=Side.V)
         store.snapshots.restore(TENANT, "p", snapshot)
-        found = store.read_rows(TENANT, "p", 0, Side.K, np.array([9], dtype="<u4"))
+        found = store.read_rows(TENANT, "p", 0, Side.K, [9])
         assert found is not None
         assert b"".join(found[1]) == b"k" * 16
-        assert store.read_rows(TENANT, "p", 0, Side.V, np.array([0], dtype="<u4")) is None
+        assert store.read_rows(TENANT, "p", 0, Side.V, [0]) is None
 
     def test_going_back_never_takes_rows_that_a_child_shares(self, store: PrefixStore) -> None:
         put(store, "p", PROMPT)

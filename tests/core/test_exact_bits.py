@@ -74,7 +74,7 @@ def test_no_pattern_of_16_bits_is_changed_by_any_road(store: PrefixStore, dtype:
             assert rows == both(data[begin_row * row_bytes : end * row_bytes])
 
     order = np.random.default_rng(7).permutation(ROWS).astype("<u4")
-    found = store.read_rows(TENANT, "c", 0, Side.V, order)
+    found = store.read_rows(TENANT, "c", 0, Side.V, order.tolist())
     assert found is not None
     read, pieces = found
     assert read.tensors[0].dtype is dtype

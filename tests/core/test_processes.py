@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pion_grpc.core.prefix_store import PrefixStore
@@ -403,7 +402,7 @@ def test_a_stream_that_is_given_up_leaves_no_file_open(machine: Machine) -> None
         fetch = opened(store, FetchQuery("p"))
         assert fetch is not None
         del fetch
-        found = store.read_rows(TENANT, "p", 0, Side.K, np.array([1], dtype="<u4"))
+        found = store.read_rows(TENANT, "p", 0, Side.K, [1])
         del found
     assert open_files() <= before + 1
     fetch = opened(store, FetchQuery("p"))

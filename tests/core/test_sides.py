@@ -129,7 +129,7 @@ def test_a_side_that_went_is_not_read_again_when_it_is_declared_anew(store: Pref
     row = np.arange(8, dtype=np.float16)
     sessions.write(TENANT, "p_pv", 0, 2, 1, memoryview(row).cast("B"), DType.F16)
     for _ in range(2):
-        found = store.read_rows(TENANT, "p", 0, Side.V, np.arange(4, dtype="<u4"))
+        found = store.read_rows(TENANT, "p", 0, Side.V, range(4))
         assert found is not None
         zeros = bytes(32)  # rows come as float32
         assert b"".join(found[1]) == zeros + zeros + row.astype("<f4").tobytes() + zeros
@@ -199,8 +199,8 @@ def test_no_use_counts_later_than_it_was_or_not_at_all(machine: Machine, how: st
     assert early.lookup(TENANT, "a")
     assert late.lookup(TENANT, "c")
     if how == "written down":
-        other.flush_uses()
-        one.flush_uses()
+        other.space.uses.flush()
+        one.space.uses.flush()
     if how == "killed":
         machine.crash(one)
         other.clean()

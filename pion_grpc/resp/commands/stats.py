@@ -243,7 +243,7 @@ def _pion(call: Call) -> dict[str, int | str]:
 
 
 def _all_workers(call: Call) -> dict[str, int | str]:
-    total = _counters(call.services.store.summed_receipt(), with_microseconds=False)
+    total = _counters(call.services.store.receipt.get(), with_microseconds=False)
     return {f"server_{name}": value for name, value in total.items()}
 
 
