@@ -15,22 +15,13 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
-
-import apsw
+from typing import Literal, NamedTuple
 
 from pion_grpc.core.reading import segment_layout
 from pion_grpc.errors import CannotStart, Corrupt, TooManyFiles, Unreadable
-from pion_grpc.storage.blobs import BlobRow, Blobs
-from pion_grpc.storage.catalog import (
-    APPLICATION_ID,
-    BUSY_MS,
-    SCHEMA_VERSION,
-    DamagedCatalogue,
-    ExtentRow,
-    PrefixRow,
-    Transaction,
-)
+from pion_grpc.storage.blobs import BlobRow
+from pion_grpc.storage.catalog import PrefixRow
+from pion_grpc.storage.catalog_reader import CatalogReader, Located, reading
 from pion_grpc.storage.directory import rebuild_command
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
 from pion_wire.layout import Layout
@@ -73,7 +64,7 @@ def check_directory(path: Path, progress: Progress = lambda done, total: None) -
     catalog = path / "catalog.db"
     try:
         # Asked, not opened: closing it would end the locks that a server in this process has on it.
-        if not catalog.stat().st_size:
+        if not catalog.stat().st_size or not catalog.is_file():
             raise _no_catalogue(path)
         if not os.access(catalog, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(catalog))
@@ -90,7 +81,7 @@ def check_directory(path: Path, progress: Progress = lambda done, total: None) -
 
 
 def _check_directory(path: Path, progress: Progress) -> Checkup:
-    with _reading(path / "catalog.db") as catalogue:
+    with reading(path / "catalog.db") as catalogue:
         prefixes, values = catalogue.prefix_sizes(), catalogue.blob_sizes()
         read = PageReader(progress, sum(prefixes.values()) + sum(values.values()))
         damaged = [Damage("catalogue", "", "", True, text) for text in catalogue.problems()]
@@ -112,7 +103,7 @@ def _no_catalogue(path: Path) -> CannotStart:
 
 
 def _damaged_prefixes(
-    path: Path, catalogue: "_Catalogue", sizes: dict[int, int], read: "PageReader"
+    path: Path, catalogue: CatalogReader, sizes: dict[int, int], read: "PageReader"
 ) -> Iterator[Damage]:
     unsound: set[int] = set()
     for identity, size in sizes.items():
@@ -127,7 +118,7 @@ def _damaged_prefixes(
 
 
 def _damaged_values(
-    path: Path, catalogue: "_Catalogue", sizes: dict[int, int], read: "PageReader"
+    path: Path, catalogue: CatalogReader, sizes: dict[int, int], read: "PageReader"
 ) -> Iterator[Damage]:
     for identity, size in sizes.items():
         blob = catalogue.blob(identity)
@@ -167,71 +158,6 @@ class PageReader:
         self._progress(self._done, self._total)
 
 
-class _Plan(NamedTuple):
-    """What the catalogue says about one prefix at one moment."""
-
-    row: PrefixRow
-    parent: str
-    extents: list[ExtentRow]
-    token_ids: bytes
-
-
-class _Catalogue:
-    """The catalogue, for reading only."""
-
-    def __init__(self, connection: apsw.Connection) -> None:
-        self._connection = connection
-
-    def prefix_sizes(self) -> dict[int, int]:
-        """Returns the bytes of every published prefix by its identity, the older ones first."""
-        return self._sizes(
-            "SELECT id, disk_bytes FROM prefix WHERE state IN ('live', 'sealed') ORDER BY id"
-        )
-
-    def blob_sizes(self) -> dict[int, int]:
-        """Returns the bytes of every value that has a file of its own, by its identity."""
-        return self._sizes("SELECT id, bytes FROM blob ORDER BY id")
-
-    def problems(self) -> list[str]:
-        """Returns what is wrong with the database's own pages."""
-        rows = self._connection.execute("PRAGMA integrity_check(10)").fetchall()
-        return [str(row[0]) for row in rows if row[0] != "ok"]
-
-    def blob(self, identity: int) -> BlobRow | None:
-        """Returns a value; None if it has gone."""
-        return Blobs(Transaction(self._connection)).get(identity)
-
-    def owner(self, blob: BlobRow) -> tuple[str, str]:
-        """Returns the tenant of a value, and the name of its key, or else of its file."""
-        rows = self._connection.execute(
-            "SELECT blob.tenant, key.name FROM blob LEFT JOIN key ON key.blob = blob.id"
-            " WHERE blob.id = ?",
-            (blob.id,),
-        ).fetchall()
-        tenant, name = rows[0] if rows else ("", None)
-        if isinstance(name, bytes):
-            return str(tenant), name.decode(errors="backslashreplace")
-        return str(tenant), blob.file
-
-    def plan(self, identity: int) -> _Plan | None:
-        """Returns where a prefix lies now; None if it has gone."""
-        self._connection.execute("BEGIN")
-        try:
-            transaction = Transaction(self._connection)
-            row = transaction.by_id(identity)
-            if row is None:
-                return None
-            parent = transaction.by_id(row.parent) if row.parent is not None else None
-            name = parent.namespace if parent else ""
-            extents = [extent for extent in transaction.extents(identity) if extent.file]
-            return _Plan(row, name, extents, transaction.token_ids(identity))
-        finally:
-            self._connection.execute("ROLLBACK")
-
-    def _sizes(self, question: str) -> dict[int, int]:
-        return dict(cast("list[tuple[int, int]]", self._connection.execute(question).fetchall()))
-
-
 def _check_blob(path: Path, blob: BlobRow, read: PageReader) -> str:
     """Returns what is wrong with a value, or nothing."""
     try:
@@ -247,31 +173,31 @@ def _check_blob(path: Path, blob: BlobRow, read: PageReader) -> str:
 
 
 def _check_prefix(
-    path: Path, catalogue: _Catalogue, identity: int, read: PageReader
+    path: Path, catalogue: CatalogReader, identity: int, read: PageReader
 ) -> tuple[PrefixRow | None, str]:
     """Returns the prefix, unless it has gone, and what is wrong with it, or nothing."""
-    before: _Plan | None = None
-    while (plan := catalogue.plan(identity)) is not None:
+    before: Located | None = None
+    while (located := catalogue.locate(identity)) is not None:
         with contextlib.ExitStack() as stack:
             try:
-                runs = _open(path, plan, stack)
+                runs = _open(path, located, stack)
             except FileNotFoundError as error:
-                if plan == before:
-                    return plan.row, f"{error.filename} is missing"
-                before = plan  # replaced meanwhile, perhaps: look again
+                if located == before:
+                    return located.row, f"{error.filename} is missing"
+                before = located  # replaced meanwhile, perhaps: look again
                 continue
             except Corrupt as error:
-                return plan.row, str(error)
+                return located.row, str(error)
             try:
                 for run in runs:
                     read.check(run)
             except Corrupt as error:
-                return plan.row, str(error)
-            return plan.row, ""
+                return located.row, str(error)
+            return located.row, ""
     return None, ""
 
 
-def _open(path: Path, plan: _Plan, stack: contextlib.ExitStack) -> list[CheckedRun]:
+def _open(path: Path, located: Located, stack: contextlib.ExitStack) -> list[CheckedRun]:
     """Opens every file of a prefix.
 
     Raises:
@@ -279,14 +205,14 @@ def _open(path: Path, plan: _Plan, stack: contextlib.ExitStack) -> list[CheckedR
         Corrupt: one is not what the catalogue says.
     """
     runs = []
-    if plan.row.file is not None:
-        run = open_segment(path / plan.row.file, segment_layout(plan.row, plan.parent))
+    if located.row.file is not None:
+        run = open_segment(path / located.row.file, segment_layout(located.row, located.parent))
         stack.callback(run.file.close)
-        _compare_token_ids(plan, run)
+        _compare_token_ids(located, run)
         runs.append(run)
-    row_bytes = {t.key: t.row_bytes for t in Layout.from_json(plan.row.layout).tensors}
+    row_bytes = {t.key: t.row_bytes for t in Layout.from_json(located.row.layout).tensors}
     files: dict[str, OpenFile] = {}
-    for extent in plan.extents:
+    for extent in located.extents:
         if extent.file not in files:
             files[extent.file] = OpenFile(path / extent.file)
             stack.callback(files[extent.file].close)
@@ -295,54 +221,10 @@ def _open(path: Path, plan: _Plan, stack: contextlib.ExitStack) -> list[CheckedR
     return runs
 
 
-def _compare_token_ids(plan: _Plan, run: CheckedRun) -> None:
+def _compare_token_ids(located: Located, run: CheckedRun) -> None:
     """Raises Corrupt if the tokens that matches are answered with are not those of the segment."""
-    count = plan.row.file_tokens
-    if plan.row.state != "sealed" or not plan.token_ids or not count:
+    count = located.row.file_tokens
+    if located.row.state != "sealed" or not located.token_ids or not count:
         return
-    if run.read(run.size - 4 * count, run.size) != plan.token_ids:
+    if run.read(run.size - 4 * count, run.size) != located.token_ids:
         raise Corrupt(f"{run.file.path} holds other token ids than the catalogue")
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[_Catalogue]:
-    if not path.is_file():
-        raise _no_catalogue(path.parent)
-    try:
-        connection = _connect(path)
-        try:
-            _check_version(path, connection)
-            yield _Catalogue(connection)
-        finally:
-            connection.close()
-    except (apsw.CorruptError, apsw.NotADBError) as error:
-        raise DamagedCatalogue(path, error) from error
-    except apsw.Error as error:
-        raise CannotStart(f"{path} cannot be read: {error}") from error
-
-
-def _connect(path: Path) -> apsw.Connection:
-    uri = path.absolute().as_uri()
-    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
-    connection = apsw.Connection(uri, flags=flags)
-    connection.set_busy_timeout(BUSY_MS)
-    try:
-        connection.pragma("user_version")
-    except (apsw.CantOpenError, apsw.ReadOnlyError):
-        # A medium that cannot be written: SQLite has no place for the locks, and needs none.
-        connection.close()
-        if Path(f"{path}-wal").exists():
-            raise
-        connection = apsw.Connection(f"{uri}?immutable=1", flags=flags)
-    return connection
-
-
-def _check_version(path: Path, connection: apsw.Connection) -> None:
-    if connection.pragma("application_id") != APPLICATION_ID:
-        raise CannotStart(f"{path} belongs to another program")
-    version = connection.pragma("user_version")
-    if version != SCHEMA_VERSION:
-        raise CannotStart(
-            f"{path} has catalogue version {version}, this release reads {SCHEMA_VERSION}: use the "
-            "release that wrote it"
-        )
