@@ -1038,8 +1038,23 @@ def test_a_cold_entry_is_warmed_once_for_a_query_by_namespace(start_server, mode
         got = prompt_cache.attend_query("prefix", 0, q)
         np.testing.assert_allclose(got, reference(*rows_of(model), Dense(q=q)).out, atol=1e-5)
         assert prompt_cache.cold_rehydrates_observed == 1
+        assert prompt_cache.stats()["attend"]["calls"] == 1
         with pytest.raises(OverBudget):
             prompt_cache.attend_store("large", 0, *([np.zeros((2, 500, 16), np.float32)] * 2))
+
+
+def test_rows_that_were_never_resident_are_not_counted_as_gone(client, served, model):
+    q = np.random.default_rng(3).standard_normal((2, 1, 16), np.float32)
+    with begun(model, client) as prompt_cache:
+        client.attend_drop(session_of(client))
+        with PionPromptCache(model, client=client) as second:
+            got = second.attend_query("prefix", 0, q)
+            np.testing.assert_allclose(got, reference(*rows_of(model), Dense(q=q)).out, atol=1e-5)
+            assert second.cold_rehydrates_observed == 0
+        cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS))
+        client.attend_drop(session_of(client))
+        assert greedy(model, QUESTION, cache, 5).ids == alone(model, count=5)
+        assert prompt_cache.cold_rehydrates_observed == 1
 
 
 # Which stage

@@ -1,6 +1,11 @@
 """A server that is down must not be paid for again and again, nor given up for ever."""
 
-from pion_client.breaker import Breaker
+import contextlib
+
+import pytest
+
+from pion_client.breaker import Breaker, NotAsked
+from pion_client.errors import DeadlineExceeded, NotStored, PionError, Unavailable
 
 
 class Clock:
@@ -65,3 +70,42 @@ def test_a_caller_that_never_reports_does_not_keep_it_open_for_ever():
     assert breaker.allow()
     clock.now_s += 31
     assert breaker.allow()
+
+
+def guarded(breaker, error=None):
+    """A call that ends with this error; every answer of a server that is there is no failure."""
+    with breaker.guarding(lambda error: not isinstance(error, Unavailable | DeadlineExceeded)):
+        if error:
+            raise error
+
+
+def test_a_call_that_is_not_let_through_is_not_made():
+    breaker, clock = opened()
+    with pytest.raises(NotAsked), breaker.guarding(lambda _: True):
+        pytest.fail("asked")
+    clock.now_s += 31
+    guarded(breaker)
+    assert not breaker.is_open
+
+
+def test_a_server_that_refuses_is_not_taken_for_one_that_is_down():
+    breaker = Breaker(clock=Clock())
+    for error in (*[Unavailable("")] * 2, NotStored(""), *[Unavailable("")] * 2):
+        with pytest.raises(type(error)):
+            guarded(breaker, error)
+        assert not breaker.is_open
+    with pytest.raises(DeadlineExceeded):
+        guarded(breaker, DeadlineExceeded(""))
+    assert breaker.is_open, "a deadline was paid"
+
+
+def test_an_error_of_ones_own_says_nothing_about_the_server():
+    breaker, _ = opened()
+    breaker.succeeded()
+    for _ in range(5):
+        with contextlib.suppress(KeyError):
+            guarded(breaker, KeyError())
+    assert not breaker.is_open
+    with contextlib.suppress(PionError):
+        guarded(breaker, Unavailable(""))
+    assert not breaker.is_open, "that was the first failure"

@@ -1,16 +1,23 @@
 """A breaker: stops asking a server that fails, and asks again after a while.
 
-Knows no server; it is told what happened. The one decision: when the while is over, one caller is let
-through and the others are kept out until that one has reported, so a server that is still down costs
-one caller one deadline, not each of them.
+Knows no server; it is told what happened, or sees how calls end (`guarding`). The one decision: when the
+while is over, one caller is let through and the others are kept out until that one has reported, so a
+server that is still down costs one caller one deadline, not each of them.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from pion_client.errors import DeadlineExceeded, PionError, Unavailable
 
 FAILURES_MAX = 3
 OPEN_S = 30.0
+
+
+class NotAsked(Unavailable):
+    """The breaker is open."""
 
 
 class Breaker:
@@ -55,3 +62,26 @@ class Breaker:
             if at_once or self._failures >= self._failures_max:
                 self._failures = self._failures_max
                 self._opened_at = self._clock()
+
+    @contextlib.contextmanager
+    def guarding(self, alive: Callable[[PionError], bool]) -> Iterator[None]:
+        """Lets the server be asked, and sees how that ends.
+
+        Args:
+            alive: whether a server that answers with this error is well.
+
+        Raises:
+            NotAsked: it is not to be asked now.
+            PionError: what the body raised.
+        """
+        if not self.allow():
+            raise NotAsked("the server did not answer lately; it is not asked")
+        try:
+            yield
+        except PionError as error:
+            if alive(error):
+                self.succeeded()
+            else:
+                self.failed(at_once=isinstance(error, DeadlineExceeded))
+            raise
+        self.succeeded()

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from pion_client.breaker import Breaker
+from pion_client.breaker import Breaker, NotAsked
 from pion_client.bundles import PART_DIFFERS, Bundle, Facts, parts_max, put_back
 from pion_client.caches import Cache
 from pion_client.client import Client
 from pion_client.errors import (
-    DeadlineExceeded,
     InvalidRequest,
     LayoutDiffers,
     NotStored,
@@ -117,22 +116,17 @@ class Exchange:
         Raises Unanswered; InvalidRequest passes where a name is at fault: that is the caller's choice,
         and the tokens are not.
         """
-        if not self.breaker.allow():
-            raise Unanswered("breaker_open")
         try:
-            yield
+            with self.breaker.guarding(_is_answer):
+                yield
+        except NotAsked:
+            raise Unanswered("breaker_open") from None
         except InvalidRequest as error:
-            self.breaker.succeeded()
             if "namespace" in error.field:
                 raise
             raise Unanswered("invalid") from error
         except PionError as error:
-            if error.reason in _ANSWERS:
-                self.breaker.succeeded()
-            else:
-                self.breaker.failed(at_once=isinstance(error, DeadlineExceeded))
             raise Unanswered(error.reason.lower()) from error
-        self.breaker.succeeded()
 
     def ask(self, request: Request, facts: Facts) -> Found:
         """Finds what is stored of a request: the prefix of its name, or the longest beginning."""
@@ -333,6 +327,10 @@ class Exchange:
             return None
         named = self.look_up(namespace, facts, request.token_ids)
         return named.prefix if named.hit else None
+
+
+def _is_answer(error: PionError) -> bool:
+    return isinstance(error, InvalidRequest) or error.reason in _ANSWERS
 
 
 def _usable(there: PrefixInfo, request: Request, found: Found) -> bool:

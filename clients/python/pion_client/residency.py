@@ -12,11 +12,12 @@ have uploaded under it comes first, layer by layer, and is never taken for anyth
 """
 
 import collections
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,6 +39,7 @@ ATTEND_TIMEOUT_S = 30.0
 SAMPLES_MAX = 256
 
 Lane = Literal["", "in-process", "stream", "unary"]
+T = TypeVar("T")
 
 
 class NotResident(PionError):
@@ -76,6 +78,8 @@ class Session(NamedTuple):
     info: PrefixInfo
     token_ids: bytes = b""
     """Of these rows, u32, little-endian; empty if they are not known."""
+    ensured: bool = False
+    """Whether they were resident once, as far as is known here."""
 
 
 class Residency:
@@ -178,14 +182,7 @@ class Residency:
         else:
             if self._absent(name, info):
                 raise NotResident("the server has no room for all layers at once")
-        return session
-
-    def again(self, session: Session) -> None:
-        """Makes resident once more what a query did not find; raises as `ensure` does."""
-        with self._warming:  # one thread does it, the others find it done
-            if self._absent(session.name, session.info):
-                self.rehydrates += 1
-            self.ensure(session.info)
+        return session._replace(ensured=True)
 
     # Queries
 
@@ -196,12 +193,18 @@ class Residency:
             Cold, NotStored: it went a second time.
             PionError: as `ensure` does, or what the server says about the query.
         """
+        return self.asked(
+            session, lambda: self._client.attending.ask(query.message, ATTEND_TIMEOUT_S)
+        )
+
+    def asked(self, session: Session, ask: Callable[[], T]) -> T:
+        """As `ask`, in the caller's own way."""
         started = time.perf_counter()
         try:
-            answer = self._client.attending.ask(query.message, ATTEND_TIMEOUT_S)
-        except (Cold, NotStored):
-            self.again(session)
-            answer = self._client.attending.ask(query.message, ATTEND_TIMEOUT_S)
+            answer = ask()
+        except (Cold, NotStored) as gone:
+            self._again(session, counted=session.ensured or isinstance(gone, Cold))
+            answer = ask()
         self.answered(session.info.token_count, (time.perf_counter() - started) * 1e3)
         return answer
 
@@ -235,6 +238,13 @@ class Residency:
                 "kept_bytes": sum(kept.size_bytes for kept in self._kept.values()),
                 "reason": self.reason,
             }
+
+    def _again(self, session: Session, *, counted: bool) -> None:
+        """Makes resident once more what a query did not find; raises as `ensure` does."""
+        with self._warming:  # one thread does it, the others find it done
+            if counted and self._absent(session.name, session.info):
+                self.rehydrates += 1
+            self.ensure(session.info)
 
     def _absent(self, session: str, info: PrefixInfo) -> list[int]:
         """Returns the layers that are not resident as the prefix has them."""
@@ -336,21 +346,15 @@ class AttendByNamespace:
         return found.prefix if found.hit else None
 
     def _asked(self, method: str, namespace: str, layer: int, *given: Any, **options: Any) -> Any:
-        ask = getattr(self._client, method)
+        ask = functools.partial(getattr(self._client, method), **options)
         uploaded = self.residency.is_uploaded(namespace, layer)
         prefix = None if uploaded else self._stored(namespace)
         if prefix is None:  # nobody but who uploaded them has these rows
-            answer = ask(session_name(namespace), layer, *given, **options)
-        else:
-            session = self.residency.session(prefix)
-            try:
-                answer = ask(session.name, layer, *given, **options)
-            except (Cold, NotStored) as gone:
-                self.residency.ensure(prefix)
-                self.residency.rehydrates += isinstance(gone, Cold)
-                answer = ask(session.name, layer, *given, **options)
-        self.residency.lane = self._client.attend_lane
-        return answer
+            answer = ask(session_name(namespace), layer, *given)
+            self.residency.lane = self._client.attend_lane
+            return answer
+        session = self.residency.session(prefix)
+        return self.residency.asked(session, lambda: ask(session.name, layer, *given))
 
     def _array(
         self, method: str, namespace: str, layer: int, *given: Any, **options: Any

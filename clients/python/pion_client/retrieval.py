@@ -36,6 +36,7 @@ from pion_client.arrays import mlx_core
 from pion_client.bundles import cache_suffix
 from pion_client.chunks import Backend, Cache, Compute, Held, Key, Known, Manifest, compact
 from pion_client.positions import PositionsFixed, Reach, Rotation
+from pion_client.prefill import DEADLINE_S, PREFILL_STEP, prefill
 from pion_client.tally import Tally
 from pion_client.vocabulary import Vocabulary
 from pion_wire import blocks
@@ -48,9 +49,6 @@ __all__ = ["HybridRetrievalCache", "Ingested", "PositionsFixed"]
 PACKS_MAX = 8
 """Packs after one stub, unless the caller says otherwise."""
 MEMORY_BYTES_MAX = 4 << 30
-PREFILL_STEP = 2048
-"""Tokens per forward pass: mlx-lm's `prefill_step_size`, so that prefills are split as its own are."""
-DEADLINE_S = 5.0
 
 
 class Ingested(NamedTuple):
@@ -373,11 +371,7 @@ class HybridRetrievalCache:
         return compute
 
     def _prefilled(self, cache: Cache, token_ids: bytes) -> Cache:
-        ids = mx.array(np.frombuffer(token_ids, "<u4"))[None]
-        for begin in range(0, ids.size, PREFILL_STEP):
-            self._model(ids[:, begin : begin + PREFILL_STEP], cache=cache)
-            mx.eval([slot.state for slot in cache])
-            mx.clear_cache()
+        prefill(self._model, cache, mx.array(np.frombuffer(token_ids, "<u4")), PREFILL_STEP)
         return cache
 
 

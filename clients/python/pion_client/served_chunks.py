@@ -8,10 +8,10 @@ A server that is silent costs one deadline, then nobody asks it for a while.
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pion_client.addresses import default_address
 from pion_client.breaker import Breaker
 from pion_client.chunks import Cache, Compute, Kept, Key, Known, compact, unknown
 from pion_client.client import Client
@@ -65,7 +65,7 @@ class Served:
         self._alone = 0
         with contextlib.ExitStack() as owned:
             if client is None:
-                where = address or os.environ.get("PION_ADDRESS", "127.0.0.1:50051")
+                where = address or default_address()
                 client = owned.enter_context(Client(where, timeout_s=deadline_s))
             self._client = client
             self._prompt_cache = owned.enter_context(
@@ -198,17 +198,14 @@ class Served:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        if not self._breaker.allow():
-            raise _Silent(Unavailable("the server did not answer lately; it is not asked"))
         try:
-            yield
+            with self._breaker.guarding(_is_answer):
+                yield
         except InvalidRequest:
-            self._breaker.succeeded()
             raise
         except PionError as error:
-            if isinstance(error, Unavailable | DeadlineExceeded):
-                self._breaker.failed(at_once=isinstance(error, DeadlineExceeded))
-            else:
-                self._breaker.succeeded()
             raise _Silent(error) from error
-        self._breaker.succeeded()
+
+
+def _is_answer(error: PionError) -> bool:
+    return not isinstance(error, Unavailable | DeadlineExceeded)
