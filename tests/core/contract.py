@@ -69,11 +69,7 @@ def assert_part_missing(store: PrefixStore, query: FetchQuery, kind: str) -> Non
 
 
 class StoreContract:
-    """Inherit it, and give a fixture `machine` that returns a `Machine`."""
-
-    @pytest.fixture
-    def store(self, machine: Machine) -> PrefixStore:
-        return machine.start()
+    """Inherit it, with a fixture `machine` of your own where it shall hold on another one."""
 
     # -- one prefix
 
@@ -171,7 +167,7 @@ class StoreContract:
         assert not look(store, "p").hit
         assert list(store.directory.segments.iterdir()) == []
         assert store.totals().prefixes == before.prefixes
-        with store._catalog.read() as transaction:
+        with store.workshop.catalog.read() as transaction:
             assert transaction.usage() == 0
 
     # -- names

@@ -77,7 +77,7 @@ class Machine:
     def close(self) -> None:
         """Lets go of what its processes hold in this one."""
         for store in self._stores:
-            store._catalog.close()
+            store.workshop.catalog.close()
             store.directory.let_go()
 
 
@@ -312,7 +312,7 @@ def directory_bytes(path: Path) -> int:
 
 def stray_files(store: PrefixStore) -> list[Path]:
     """Returns the files in `segments/` and `rows/` that the catalogue does not name."""
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         named = transaction.files()
     directory = store.directory
     return [

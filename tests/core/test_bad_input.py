@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,13 +47,6 @@ IDS = tokens(100)
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(tmp_path / "data")
-    yield machine
-    machine.close()
-
-
-@pytest.fixture
 def store(machine: Machine) -> Iterator[PrefixStore]:
     store = machine.start()
     put(store, "sound", tokens(80, salt=1))
@@ -63,7 +55,7 @@ def store(machine: Machine) -> Iterator[PrefixStore]:
     assert [info.namespace for info in store.list_page(TENANT)] == ["sound"]
     assert len(list(store.directory.segments.iterdir())) == 1
     assert list(store.directory.rows.iterdir()) == []
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         assert transaction.usage() == transaction.totals().bytes
 
 

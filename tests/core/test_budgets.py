@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,13 +39,6 @@ WIDE = layout(2, heads=8, head_dim=64)
 BUDGET = 16 << 20
 BIG = 256
 """Tokens of a prefix of 1 MiB."""
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(tmp_path / "data")
-    yield machine
-    machine.close()
 
 
 @pytest.fixture
@@ -164,7 +156,7 @@ def test_one_call_takes_one_lease_of_a_prefix_however_often_it_names_it(
     leases = [result.lease_id for result in results]
     assert leases == [*leases[:2], b""] * 333
     assert leases[0] != leases[1]
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         assert transaction.all("SELECT COUNT(*) FROM lease", ()) == [(2,)]
 
 
@@ -377,7 +369,7 @@ def test_a_tenant_never_takes_the_room_of_another(machine: Machine) -> None:
     big(store, "theirs", salt=1, tenant="other")
     for number in range(10):
         big(store, f"n{number}", salt=number)
-        with store._catalog.read() as transaction:
+        with store.workshop.catalog.read() as transaction:
             assert transaction.usage(TENANT) <= 5 << 20
     assert names(store, "other") == ["theirs"]
     assert names(store) == ["n6", "n7", "n8", "n9"]

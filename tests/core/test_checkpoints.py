@@ -43,18 +43,6 @@ WIDE = layout(heads=8, head_dim=128)
 FULL = tokens(300)
 
 
-@pytest.fixture
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    machine = Machine(tmp_path_factory.mktemp("checkpoints") / "data")
-    yield machine
-    machine.close()
-
-
-@pytest.fixture
-def store(machine: Machine) -> PrefixStore:
-    return machine.start()
-
-
 def put_state(
     store: PrefixStore, name: str, ids: bytes, boundaries: tuple[int, ...], **fields: object
 ) -> None:
@@ -84,7 +72,7 @@ def assert_exported(store: PrefixStore, name: str, boundary: int, *files: str) -
     """Asserts whose files are named for a boundary, in order of rows without gaps."""
     query = FetchQuery(name, rows=RowRange(0, boundary), part_kinds=("state",))
     export = store.export(TENANT, query, 0)
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         rows = {prefix: transaction.by_name(TENANT, prefix) for prefix in files}
     assert [e.file_name for e in export.extents] == [
         row.file if row else "" for row in rows.values()
@@ -239,7 +227,7 @@ def test_checkpoints_outlive_their_catalogue(machine: Machine) -> None:
 def test_a_damaged_checkpoint_does_not_take_its_rows_with_it(store: PrefixStore) -> None:
     put_state(store, "p", FULL[:800], (200,))
     put_state(store, "c", FULL[:400], (100,), parent="p", base=100)
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         row = transaction.by_name(TENANT, "c")
     assert row is not None
     assert row.file is not None

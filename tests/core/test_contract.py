@@ -10,11 +10,7 @@ from tests.core.support import Machine, power_cut_machine
 
 
 class TestOnRealFiles(StoreContract):
-    @pytest.fixture
-    def machine(self, tmp_path: Path) -> Iterator[Machine]:
-        machine = Machine(tmp_path / "data")
-        yield machine
-        machine.close()
+    """On the machine that most tests have."""
 
 
 class TestOnFilesThatForget(StoreContract):

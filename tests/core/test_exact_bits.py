@@ -1,8 +1,5 @@
 """Bit patterns are sacred: NaNs with their payloads, zeros with their signs, subnormals."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ from pion_wire.framing import RowChunk
 from pion_wire.layout import DType, Layout, Side
 from tests.core.support import (
     TENANT,
-    Machine,
     begin,
     layout,
     publish,
@@ -29,13 +25,6 @@ PATTERNS = np.arange(1 << 16, dtype="<u2")
 WIDTH = 256
 ROWS = len(PATTERNS) // WIDTH
 IDS = tokens(ROWS)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[PrefixStore]:
-    machine = Machine(tmp_path / "data")
-    yield machine.start()
-    machine.close()
 
 
 def both(data: bytes) -> dict[int, bytes]:

@@ -50,11 +50,6 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     machine.close()
 
 
-@pytest.fixture
-def store(machine: Machine) -> PrefixStore:
-    return machine.start()
-
-
 # -- damaged files
 
 
@@ -102,7 +97,7 @@ SEGMENT_DAMAGES = {
 
 
 def file_of(store: PrefixStore, name: str) -> Path:
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         row = transaction.by_name(TENANT, name)
     assert row is not None
     assert row.file is not None
@@ -263,7 +258,7 @@ def sweep_of_full_disks(
     assert isinstance(files, PowerCut)
     failed = 0
     step = 1_100
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         before = transaction.usage()
     for room in range(0, 1 << 20, step):
         files.fail_after_bytes = files.written_bytes + room
@@ -275,7 +270,7 @@ def sweep_of_full_disks(
             files.fail_after_bytes = None
             check_failed()
             store.tick()
-            with store._catalog.read() as transaction:
+            with store.workshop.catalog.read() as transaction:
                 assert transaction.usage() == before, f"bytes are lost with room for {room}"
             assert stray_files(store) == []
         else:
@@ -403,7 +398,7 @@ def test_a_save_on_a_full_disk_leaves_the_rows_where_they_are(
             assert rows_of(store, name) == {0: rows, 1: rows}
             assert stray_files(store) == []
             assert list(store.directory.segments.iterdir()) == []
-            with store._catalog.read() as transaction:
+            with store.workshop.catalog.read() as transaction:
                 assert transaction.usage() == 2 * len(rows)
         else:
             files.fail_after_bytes = None

@@ -309,7 +309,7 @@ def test_a_store_that_was_cut_off_leaves_nothing(cuts: Cuts) -> None:
     store = cuts.cut()
     assert stray_files(store) == []
     assert len(list(store.directory.segments.iterdir())) == 1
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         assert transaction.usage() == transaction.totals().bytes
 
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,15 +41,8 @@ from tests.core.support import (
 FULL = tokens(300)
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(tmp_path / "data")
-    yield machine
-    machine.close()
-
-
 def usage(store: PrefixStore) -> int:
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         return transaction.usage()
 
 
@@ -354,7 +347,7 @@ def test_durable_rows_from_many_threads_are_all_synced(machine: Machine) -> None
 
     disk, process = Durability.DISK, Durability.PROCESS
     assert together(lambda: grow(Side.K, disk), lambda: grow(Side.V, process)) == [None, None]
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         row = transaction.by_name(TENANT, "p")
         assert row is not None
         kept = {e.tensor: e.boot for e in transaction.extents(row.id) if e.tensor == 0}

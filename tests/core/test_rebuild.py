@@ -49,11 +49,6 @@ OTHER = FULL[:400] + tokens(200, salt=3)
 STATE = b"state" * 1_000
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path / "data")
-
-
 def lose_catalogue(path: Path) -> None:
     for file in path.glob("catalog.db*"):
         file.unlink()
@@ -269,7 +264,7 @@ def test_a_rebuilt_store_goes_on_as_if_nothing_had_been(machine: Machine) -> Non
     assert_truth(store, "grandchild", FULL)
     assert look(store, "root").reason is MissReason.NOT_STORED
     assert matched(store, FULL[:400]).matched_tokens == 100
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         assert transaction.usage() == sum(
             path.stat().st_size for path in machine.path.glob("segments/*")
         )

@@ -1,8 +1,5 @@
 """Prefixes that grow layer by layer, and lose a side, beside those that never change."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -33,20 +30,8 @@ HALVES = Declaration(LayerSpec(8, "fp16"))
 LOSSY = Declaration(LayerSpec(32, "int8"))
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(tmp_path / "data")
-    yield machine
-    machine.close()
-
-
-@pytest.fixture
-def store(machine: Machine) -> PrefixStore:
-    return machine.start()
-
-
 def nodes(store: PrefixStore) -> int:
-    with store._catalog.read() as transaction:
+    with store.workshop.catalog.read() as transaction:
         return int(transaction.all("SELECT count(*) FROM node", ())[0][0])
 
 
