@@ -7,6 +7,7 @@ has been taken out of the catalogue in a transaction before, so that ending in b
 import contextlib
 from typing import NamedTuple
 
+from pion_grpc.core.receipt import forget_left_behind
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import DiskFull, OverBudget
 from pion_grpc.storage.blobs import Blobs
@@ -36,6 +37,7 @@ def begin_if_alone(workshop: Workshop) -> bool:
         if workshop.directory.live_instances() == {workshop.directory.instance}:
             RowSnapshots(transaction).clear()
             Sides(transaction).begin_counting()
+            forget_left_behind(transaction)
             return True
     return False
 

@@ -120,7 +120,7 @@ class PrefixStore:
         )
         """What the other halves of the core work with."""
         self.blobs = BlobStore(self.workshop)
-        self.receipt = SharedReceipt(directory, self.ledger)
+        self.receipt = SharedReceipt(directory, self._catalog, self.ledger)
         """What all processes on the directory did together."""
         self.exports = Exports(directory)
         """What has been checked of the files that are named to clients."""

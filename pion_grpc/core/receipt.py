@@ -4,6 +4,8 @@ A hit is counted once, when Lookup or Match answers; tokens, bytes and seconds w
 well or an Export has been answered. Bytes count whatever they are of; tokens and seconds only where all
 tensors were asked for, as some of them spare nobody a prefill. Seconds are of two kinds and never mixed:
 measured ones come from a prefill time that a client reported, estimated ones from a constant per token.
+
+Each process counts by itself. What one of several had counted goes on counting when it is gone.
 """
 
 import json
@@ -12,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pion_grpc.core.values import RowRange
-from pion_grpc.storage.catalog import PrefixRow, unix_ms
+from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.directory import DataDirectory
 
 ESTIMATED_SECONDS_PER_TOKEN = 555e-6
@@ -46,6 +48,25 @@ def summed(receipts: Iterable[Receipt]) -> Receipt:
         since = min(total.since_unix_ms, receipt.since_unix_ms)
         total = Receipt(*added, since_unix_ms=since)  # type: ignore[misc,arg-type]
     return total
+
+
+def leave_behind(transaction: Transaction, published: str, since_unix_ms: int) -> None:
+    """Adds what a process that is gone had published to the receipt of those before it.
+
+    If it counts from then on: what was counted before a reset does not count any more.
+    """
+    try:
+        receipt = Receipt(*json.loads(published))
+    except (TypeError, ValueError):
+        return  # nothing, or what a power cut has left of it
+    if receipt.since_unix_ms >= since_unix_ms:
+        total = summed([receipt, *_left_behind(transaction, since_unix_ms)])
+        transaction.remember(_OF_THE_GONE, json.dumps(total))
+
+
+def forget_left_behind(transaction: Transaction) -> None:
+    """Begins with a server of which no process is gone."""
+    transaction.remember(_OF_THE_GONE, "")
 
 
 class Restore(NamedTuple):
@@ -122,8 +143,9 @@ class Ledger:
 class SharedReceipt:
     """The receipt of all processes on one directory; of the others up to a second ago."""
 
-    def __init__(self, directory: DataDirectory, ledger: Ledger) -> None:
+    def __init__(self, directory: DataDirectory, catalog: Catalog, ledger: Ledger) -> None:
         self._directory = directory
+        self._catalog = catalog
         self._ledger = ledger
         self._published: Receipt | None = None
 
@@ -132,6 +154,8 @@ class SharedReceipt:
         begun = self._directory.reset_unix_ms()
         others = [Receipt(*json.loads(text)) for text in self._directory.published()]
         counting = [other for other in others if other.since_unix_ms >= begun]
+        with self._catalog.read() as transaction:
+            counting += _left_behind(transaction, begun)
         return summed([self._ledger.get(), *counting])
 
     def reset(self) -> Receipt:
@@ -150,6 +174,15 @@ class SharedReceipt:
         if receipt != self._published:
             self._directory.publish(json.dumps(receipt))
             self._published = receipt
+
+
+_OF_THE_GONE = "receipt of processes that are gone"
+
+
+def _left_behind(transaction: Transaction, since_unix_ms: int) -> list[Receipt]:
+    text = transaction.remembered(_OF_THE_GONE)
+    receipts = [Receipt(*json.loads(text))] if text else []
+    return [receipt for receipt in receipts if receipt.since_unix_ms >= since_unix_ms]
 
 
 def _empty() -> Receipt:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from pion_grpc.core.matching import nodes
 from pion_grpc.core.reading import CorruptPrefix
+from pion_grpc.core.receipt import leave_behind
 from pion_grpc.core.uses import Uses
 from pion_grpc.errors import DiskFull, OverBudget, OverQuota
 from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
@@ -379,6 +380,8 @@ class Space:
                 self.collect(transaction, prefix.parent)
             transaction.release_all(instance)
             self.uses.inherit(transaction, instance)
+            published = self._directory.published_by(instance)
+            leave_behind(transaction, published, self._directory.reset_unix_ms())
         self._remove_unnamed(list(self._directory.files_of(instance)))
 
     def _remove_ownerless_files(self) -> None:

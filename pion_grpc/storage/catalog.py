@@ -1006,6 +1006,15 @@ class Transaction:
         statement = "UPDATE meta SET value = value + ? WHERE key = ? RETURNING value"
         return int(self.all(statement, (step, counter))[0][0])
 
+    def remember(self, name: str, text: str) -> None:
+        """Keeps a text under a name, in place of the one before."""
+        self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, text))
+
+    def remembered(self, name: str) -> str:
+        """Returns what is kept under a name; empty if nothing is."""
+        rows = self.all("SELECT value FROM meta WHERE key = ?", (name,))
+        return str(rows[0][0]) if rows else ""
+
     def all(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         """Runs a statement and returns every row; for the tables of this package."""
         return self._connection.execute(statement, values).fetchall()

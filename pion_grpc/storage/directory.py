@@ -244,8 +244,14 @@ class DataDirectory:
     def published(self) -> Iterator[str]:
         """Yields what each of the other processes has published last."""
         for instance in self.live_instances() - {self.instance}:
-            with contextlib.suppress(FileNotFoundError):
-                yield (self.run / f"{instance}-counters").read_text()
+            if text := self.published_by(instance):
+                yield text
+
+    def published_by(self, instance: str) -> str:
+        """Returns what a process has published last, also one that is gone; empty if nothing."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.run / f"{instance}-counters").read_text(errors="replace")
+        return ""
 
     def rows_bytes(self) -> int:
         """Returns the bytes of the row files."""

@@ -113,6 +113,39 @@ def test_a_start_or_a_stop_harms_nothing_that_another_process_is_storing(machine
         assert_truth(store, "p", FULL)
 
 
+def test_no_receipt_goes_with_its_process(machine: Machine) -> None:
+    first, second, last = (machine.start() for _ in range(3))
+    put(first, "p", FULL)
+    for store in (first, second, first):
+        assert look(store, "p").hit
+        store.tick()
+    for store in (first, second):
+        machine.crash(store)
+        last.clean()
+        assert last.receipt.get().hits == 3
+    last.receipt.reset()
+    assert last.receipt.get().hits == 0
+    another = machine.start()
+    assert look(another, "p").hit
+    another.tick()
+    machine.crash(another)
+    last.clean()
+    assert last.receipt.get().hits == 1, "what was counted before the reset is not counted again"
+    machine.crash(last)
+    assert machine.start().receipt.get().hits == 0, "a server that starts has saved nothing yet"
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 90, b"\xff{", b"[1, 2]", b"{}", b"7"])
+def test_what_a_power_cut_left_of_counters_stops_nobody(machine: Machine, left: bytes) -> None:
+    one = machine.start()
+    put(one, "p", FULL)
+    (one.directory.run / f"{one.directory.instance}-counters").write_bytes(left)
+    machine.crash(one)
+    two = machine.start()
+    assert_truth(two, "p", FULL)
+    assert two.receipt.get().hits == 0
+
+
 def test_what_a_dead_process_left_goes_and_what_it_finished_stays(machine: Machine) -> None:
     one = machine.start()
     put(one, "p", FULL[:400])

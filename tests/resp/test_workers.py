@@ -264,6 +264,11 @@ def test_the_receipt_is_each_workers_own_and_summed(
     assert told["server_kvprefix_hits_measured"] == "3"
     assert told["server_prefill_seconds_avoided"] == told["server_prefill_seconds_avoided_measured"]
     assert told["server_prefill_seconds_avoided"] == "4.500"
+    os.kill(int(fields(other("INFO", "server"))["process_id"]), signal.SIGKILL)
+    other.close()
+    other = worker(server, 1)  # once it serves again, it has cleaned up after the one before
+    assert fields(other("INFO", "pion"))["kvprefix_hits"] == "0"
+    assert fields(other("INFO", "workers")) == told, "what a worker has saved is not lost with it"
     one.close()
     other.close()
 
