@@ -492,25 +492,7 @@ class Sessions:
     def _found_or_new(self, transaction: Transaction, tenant: str, namespace: str) -> PrefixRow:
         row = transaction.by_name(tenant, namespace)
         if row is None:
-            identity = transaction.insert(
-                NewPrefix(
-                    tenant,
-                    namespace,
-                    state="registered",
-                    visible=True,
-                    owner=None,
-                    model_id="",
-                    fidelity="",
-                    layout=_NO_TENSORS,
-                    token_count=0,
-                    base=0,
-                    parent=None,
-                    depth=0,
-                    parts="[]",
-                    disk_bytes=0,
-                    durability="process",
-                )
-            )
+            identity = transaction.insert(NewPrefix.registered(tenant, namespace, _NO_TENSORS))
             row = transaction.by_id(identity)
         assert row is not None
         return row
