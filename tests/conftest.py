@@ -128,3 +128,11 @@ def server() -> Iterator[ServerProcess]:
     status = server.stop()
     shutil.rmtree(path, ignore_errors=True)
     assert status == 0, "".join(server.output)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    """The real model, and its tokenizer."""
+    from pion_grpc.cli import smollm2
+
+    return smollm2.load()

@@ -2,9 +2,6 @@
 
 import contextlib
 import copy
-import subprocess
-import sys
-import textwrap
 import threading
 
 import mlx.core as mx
@@ -33,6 +30,7 @@ from pion_grpc.backends import Dense
 from pion_grpc.backends.reference import attend as reference
 from pion_grpc.cli.decode import greedy
 from pion_grpc.cli.smollm2 import random_llama
+from tests.mlx import programs
 
 WAIT_S = 60.0
 """Longer than anything here takes; only a broken test waits so long."""
@@ -216,25 +214,10 @@ OTHER_PROCESS = """
 
 
 def test_a_second_process_sends_queries_and_fetches_nothing(server, client, model):
-    import json
-
     with begun(model, client):
         pass
     before = client.stats()
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(OTHER_PROCESS),
-            json.dumps([server.address, IDS, QUESTION]),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    answers, stats = json.loads(ran.stdout)
+    answers, stats = programs.asked(OTHER_PROCESS, server.address, IDS, QUESTION)
     assert answers == [alone(model)] * 2
     assert (stats["hits"], stats["misses"], stats["tokens_prefilled"]) == (1, 0, 0)
     assert (stats["lane"], stats["fetch_ms_total"]) == ("stream", 0.0)
@@ -703,14 +686,7 @@ OTHER_RELEASE = """
 
 
 def test_another_release_of_mlx_lm_is_named_and_left_alone():
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OTHER_RELEASE)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
+    programs.run(OTHER_RELEASE)
 
 
 def wrapped(queries, keys, values, cache, scale, mask=None, sinks=None, softcap=0):

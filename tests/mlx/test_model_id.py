@@ -4,8 +4,6 @@ import gc
 import hashlib
 import json
 import struct
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -21,6 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from pion_client import identity
 from pion_client.mlx import model_id
 from pion_grpc.cli.smollm2 import random_llama
+from tests.mlx import programs
 
 
 def small(**changes):
@@ -59,10 +58,7 @@ def test_another_process_has_no_other_id():
         "from pion_client.mlx import model_id; from pion_grpc.cli.smollm2 import random_llama;"
         "print(model_id(random_llama(seed=3)))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == model_id(random_llama(seed=3))
+    assert programs.run(program).strip() == model_id(random_llama(seed=3))
 
 
 def test_using_a_model_changes_nothing():

@@ -2,9 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 from concurrent import futures
 
@@ -19,6 +16,7 @@ from pion_client.breaker import Breaker
 from pion_client.mlx import PionPromptCache, model_id
 from pion_grpc.cli.decode import greedy
 from pion_grpc.cli.smollm2 import random_llama
+from tests.mlx import programs
 
 WAIT_S = 60.0
 """Longer than anything here takes; only a broken test waits so long."""
@@ -130,24 +128,12 @@ OTHER_PROCESS = """
 """
 
 
-def other_process(*arguments):
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OTHER_PROCESS), json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    return json.loads(ran.stdout)
-
-
 @pytest.mark.parametrize("namespace", [None, "agent|v1"])
 @pytest.mark.usefixtures("client")
 def test_a_second_process_does_not_decode_other_tokens(server, model, namespace):
     ids = tokens(200)
-    first, missed = other_process(server.address, ids, QUESTION, namespace)
-    second, hit = other_process(server.address, ids, QUESTION, namespace)
+    first, missed = programs.asked(OTHER_PROCESS, server.address, ids, QUESTION, namespace)
+    second, hit = programs.asked(OTHER_PROCESS, server.address, ids, QUESTION, namespace)
     assert (missed["hits"], missed["misses"]) == (0, 1)
     assert (hit["hits"], hit["misses"], hit["tokens_prefilled"]) == (1, 0, 0)
     assert first == second == greedy(model, QUESTION, prefilled(model, ids), 50).ids
@@ -155,7 +141,7 @@ def test_a_second_process_does_not_decode_other_tokens(server, model, namespace)
 
 
 def test_a_program_that_ends_at_once_does_not_lose_what_it_prefilled(server, client):
-    other_process(server.address, tokens(500), QUESTION, "last words")
+    programs.asked(OTHER_PROCESS, server.address, tokens(500), QUESTION, "last words")
     assert client.lookup("last words").hit
 
 
@@ -175,17 +161,8 @@ STUCK_PROCESS = """
 
 def test_a_server_that_hangs_does_not_keep_a_program_from_ending(start_server):
     server = start_server()
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-c", textwrap.dedent(STUCK_PROCESS)),
-            *(server.address, str(server.process.pid)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=20,  # the client itself gives up a stream without progress after 30
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
+    # The client itself gives up a stream without progress after 30 s.
+    programs.run(STUCK_PROCESS, server.address, str(server.process.pid), timeout_s=20)
 
 
 def test_an_installed_cache_can_be_used_on_another_thread(prompt_cache, model):

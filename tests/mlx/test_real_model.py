@@ -1,28 +1,37 @@
-"""On the real model: what is fetched continues as what was prefilled, and the quick start runs."""
+"""On the real model: fetched or attended to, a prefix continues as prefilled; the quick start runs."""
 
-import json
-import subprocess
-import sys
 import textwrap
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from pion_client.mlx import PionPromptCache, model_id
-from pion_grpc.cli import smollm2
+from pion_client.mlx import (
+    PionPromptCache,
+    install_pion_attention_patch,
+    make_pion_prompt_cache,
+    model_id,
+    uninstall_pion_attention_patch,
+)
 from pion_grpc.cli.decode import greedy
+from tests.mlx import programs
+from tests.mlx.programs import WAIT_S
 
 pytestmark = pytest.mark.model
 
-WAIT_S = 300.0
-"""Longer than anything here takes, also without a fast BLAS."""
 SYSTEM = (
     "You are a support agent for Acme. Answer in one sentence. Acme sells bicycles, trailers and "
     "lamps. Orders ship from Lyon within two days. Passwords are reset on the account page, under "
     "security. Returns are free for thirty days. The workshop is open from Tuesday to Saturday."
 )
 QUESTION = " How do I reset my password?"
+NO_INPROC = {"PION_PROMPT_CACHE_NO_INPROC": "1"}
+LANES = {
+    "in-process": {},
+    "stream": NO_INPROC,
+    "unary": {**NO_INPROC, "PION_PROMPT_CACHE_NO_STREAM": "1"},
+    "stream, joined here": {**NO_INPROC, "PION_DISABLE_FUSED_ATTEND": "1"},
+}
 
 SECOND_PROCESS = """
     import json, sys
@@ -40,19 +49,19 @@ SECOND_PROCESS = """
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return smollm2.load()
+def spoken(loaded):
+    """The model, a prefix, a question, and the 50 tokens that follow without any server."""
+    model, tokenizer = loaded
+    prefix, question = tokenizer.encode(SYSTEM), tokenizer.encode(QUESTION)
+    cache = make_prompt_cache(model)
+    model(mx.array([prefix]), cache=cache)
+    return model, prefix, question, greedy(model, question, cache, 50).ids
 
 
 def test_a_second_process_does_not_decode_other_tokens_than_a_run_without_the_server(
-    loaded, server
+    spoken, server
 ):
-    model, tokenizer = loaded
-    prefix_ids, question_ids = tokenizer.encode(SYSTEM), tokenizer.encode(QUESTION)
-    alone = make_prompt_cache(model)
-    model(mx.array([prefix_ids]), cache=alone)
-    expected = greedy(model, question_ids, alone, 50).ids
-
+    model, prefix_ids, question_ids, expected = spoken
     namespace = PionPromptCache.make_namespace("smollm2", SYSTEM)
     with PionPromptCache(model, address=server.address) as prompt_cache:
         cache = prompt_cache.get_or_prefill(prefix_ids, namespace=namespace)
@@ -60,20 +69,32 @@ def test_a_second_process_does_not_decode_other_tokens_than_a_run_without_the_se
         assert prompt_cache.flush(WAIT_S)
         assert prompt_cache.stats()["stores"] == 1
 
-    arguments = json.dumps([server.address, prefix_ids, question_ids, namespace])
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SECOND_PROCESS), arguments],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    their_id, second, stats = json.loads(ran.stdout)
+    told = server.address, prefix_ids, question_ids, namespace
+    their_id, second, stats = programs.asked(SECOND_PROCESS, *told)
     assert their_id == model_id(model)
     assert (stats["hits"], stats["tokens_prefilled"]) == (1, 0)
     assert stats["tokens_served"] == len(prefix_ids)
     assert first == second == expected
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_fifty_tokens_do_not_differ_on_any_lane(spoken, server, monkeypatch, lane):
+    model, prefix, question, expected = spoken
+    for name, value in LANES[lane].items():
+        monkeypatch.setenv(name, value)
+    install_pion_attention_patch()
+    try:
+        with PionPromptCache(model, address=server.address, stage2=True) as prompt_cache:
+            prompt_cache.get_or_prefill(prefix, "support")
+            cache = make_pion_prompt_cache(model, "support", prompt_cache, len(prefix))
+            assert prompt_cache.flush(WAIT_S)
+            assert greedy(model, question, cache, 50).ids == expected
+            stats = prompt_cache.stats()
+    finally:
+        uninstall_pion_attention_patch()
+    assert stats["lane"] == lane.partition(",")[0]
+    assert stats["attend"]["reason"] == ""
+    assert stats["attend"]["calls"] == (0 if lane == "in-process" else 30 * 52)
 
 
 def test_the_quick_start_does_not_need_more_than_another_import(loaded, server, monkeypatch):

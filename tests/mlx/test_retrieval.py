@@ -3,9 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -19,6 +16,7 @@ from pion_client.chunks import Key
 from pion_client.mlx import HybridRetrievalCache
 from pion_client.positions import PositionsFixed
 from pion_grpc.cli.decode import greedy
+from tests.mlx import programs
 from tests.mlx.families import build, tokens
 
 CHUNK, OTHER, SUFFIX = tokens(40), tokens(50, seed=2), tokens(7, seed=3)
@@ -486,21 +484,9 @@ FORKED = """
 """
 
 
-def process(program, *arguments):
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MODEL) + textwrap.dedent(program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
 def test_without_a_server_grpc_is_not_loaded(tmp_path):
-    assert process(WITHOUT_GRPC, str(tmp_path)) == "[]\n"
+    assert programs.run(MODEL + WITHOUT_GRPC, str(tmp_path)) == "[]\n"
 
 
 def test_a_forked_process_raises_rather_than_hangs(tmp_path):
-    assert process(FORKED, str(tmp_path)) == "raised\nraised\n"
+    assert programs.run(MODEL + FORKED, str(tmp_path)) == "raised\nraised\n"

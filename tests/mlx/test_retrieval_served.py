@@ -1,10 +1,6 @@
 """What a server may do to retrieved chunks: save their prefill, and nothing else."""
 
-import json
 import socket
-import subprocess
-import sys
-import textwrap
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +11,7 @@ from pion_client import Client
 from pion_client.errors import PionError, Unavailable
 from pion_client.mlx import HybridRetrievalCache, PionPromptCache
 from pion_grpc.cli.decode import greedy
+from tests.mlx import programs
 from tests.mlx.families import build, tokens
 
 CHUNK, OTHER, SUFFIX = tokens(120), tokens(90, seed=2), tokens(7, seed=3)
@@ -139,23 +136,11 @@ OTHER_PROCESS = """
 """
 
 
-def other_process(*arguments):
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OTHER_PROCESS), json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    return json.loads(ran.stdout)
-
-
 @pytest.mark.usefixtures("client")
 def test_a_process_that_knows_only_the_id_does_not_answer_otherwise(server, model):
-    first, stats = other_process(server.address, "c", CHUNK, SUFFIX)
+    first, stats = programs.asked(OTHER_PROCESS, server.address, "c", CHUNK, SUFFIX)
     assert stats["stores"] == 1
-    second, stats = other_process(server.address, "c", None, SUFFIX)
+    second, stats = programs.asked(OTHER_PROCESS, server.address, "c", None, SUFFIX)
     assert (stats["hits"], stats["misses"], stats["tokens_prefilled"]) == (1, 0, 0)
     assert first == second == expected(model, CHUNK)
 

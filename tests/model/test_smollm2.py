@@ -39,11 +39,6 @@ def same_bits(left: mx.array, right: mx.array) -> bool:
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return smollm2.load()
-
-
-@pytest.fixture(scope="module")
 def gguf():
     return smollm2._read(smollm2._gguf_path())
 
