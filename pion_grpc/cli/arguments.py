@@ -5,6 +5,7 @@ Knows no command, only where it is. The one decision: a command is imported when
 """
 
 import argparse
+import math
 import os
 import pkgutil
 import sys
@@ -251,6 +252,8 @@ def add_doctor(commands: Commands) -> None:
         "token takes. Exit status 1 if something would not work.",
     )
     add_connection(parser)
+    # Whether a server runs is one question of many here.
+    parser.set_defaults(timeout=os.environ.get("PION_TIMEOUT") or "1")
     layout = parser.add_argument_group(
         "the layout to compute sizes for (default: those of well-known models)"
     )
@@ -286,6 +289,14 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         type=parse_path,
         default=os.environ.get("PION_PASSWORD_FILE") or None,
         help="file with the password (PION_PASSWORD_FILE, or the password itself in PION_PASSWORD)",
+    )
+    group.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_named(_positive_s, "time"),
+        default=os.environ.get("PION_TIMEOUT") or "5",
+        help="how long to wait for an answer, or for a server that is away (PION_TIMEOUT; default "
+        "%(default)s)",
     )
     for flag, text in (
         ("--tls-ca", "certificates of the authorities to trust (PION_TLS_CA)"),
@@ -325,6 +336,13 @@ def _positive(text: str) -> int:
     if number < 1:
         raise ValueError(f"{number} is below 1")
     return number
+
+
+def _positive_s(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{text} is not a number of seconds")
+    return seconds
 
 
 def _named(parse: Any, name: str) -> Any:

@@ -19,7 +19,7 @@ from pion_grpc.cli.output import printable
 
 
 @contextlib.contextmanager
-def connected(options: argparse.Namespace, *, timeout_s: float = 5.0) -> Iterator[Client]:
+def connected(options: argparse.Namespace) -> Iterator[Client]:
     """Yields a client of the server that `--address` names.
 
     Raises:
@@ -31,7 +31,7 @@ def connected(options: argparse.Namespace, *, timeout_s: float = 5.0) -> Iterato
             tenant=options.tenant,
             password=password(options),
             tls=tls(options),
-            timeout_s=timeout_s,
+            timeout_s=options.timeout,
         )
     except ValueError as error:
         raise CommandFailed(f"--address or --tls-…: {error}", reason="INVALID") from error

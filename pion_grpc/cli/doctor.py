@@ -224,7 +224,7 @@ def _count(limit: int) -> str:
 
 def _server(options: argparse.Namespace) -> Finding:
     try:
-        with connected(options, timeout_s=2.0) as client:
+        with connected(options) as client:
             server = client.describe()
     except CommandFailed as failure:
         return Finding("note", "server", f"not at {options.address}", str(failure))

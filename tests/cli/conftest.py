@@ -32,7 +32,7 @@ Run = Callable[..., Ran]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs `pion-grpc` with these arguments, in an environment that says nothing of servers."""
-    for name in ("ADDRESS", "TENANT", "PASSWORD", "PASSWORD_FILE", "DATA"):
+    for name in ("ADDRESS", "TENANT", "PASSWORD", "PASSWORD_FILE", "DATA", "TIMEOUT"):
         monkeypatch.delenv(f"PION_{name}", raising=False)
 
     def run(*arguments: str | Path) -> Ran:

@@ -335,7 +335,9 @@ def test_a_file_that_changes_after_it_was_checked_is_not_stored(client, server, 
     path = tmp_path / "file"
     wide = Layout(tuple(TensorLayout(0, side, 8, 128, DType.F32) for side in Side))
     segment_file(path, small(600, layout=wide))
-    options = argparse.Namespace(address=server.address, tenant=None, password_file=None, **NO_TLS)
+    options = argparse.Namespace(
+        address=server.address, tenant=None, password_file=None, timeout=5.0, **NO_TLS
+    )
     with wired(options) as wire, transfer.opened(path) as source:
         transfer._check_pages(source, lambda done, total: None)
         _flip(path, 7 * PAGE_BYTES)
