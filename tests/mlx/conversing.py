@@ -15,8 +15,8 @@ from pion_client.mlx import PionPromptCache
 from tests.mlx import families
 from tests.mlx.continuing import decoded
 
-LONGEST = 640
-STEP = 64
+LONGEST = 352
+STEP = 32
 """All prefills are split alike."""
 WAIT_S = 120.0
 

@@ -30,7 +30,7 @@ STATE_BYTES = 3 * (3 * 64 + 4 * 8 * 8) * 4
 BESIDE_BYTES = 12_000
 """More than what a segment here has beside rows and states: header, token ids, checksums."""
 OWN = 40
-NAMES = [f"{shared}:{OWN}" for shared in range(64, LONGEST, 64)]
+NAMES = [f"{shared}:{OWN}" for shared in range(64, LONGEST, STEP)]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_ten_checkpoints_of_several_processes_do_not_store_their_rows_twice(
             assert np.array_equal(again, logits[name])
             alone = decoded(hybrid, prefilled(hybrid, ids, shared), steps=8)
             assert np.array_equal(again, alone)
-        for shared in range(64, LONGEST, 64):
+        for shared in range(64, LONGEST, STEP):
             again = decoded(hybrid, other.get_or_prefill(trunk[:shared]), steps=8)
             alone = decoded(hybrid, prefilled(hybrid, trunk[:shared]), steps=8)
             assert np.array_equal(again, alone)
