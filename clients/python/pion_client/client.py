@@ -18,7 +18,7 @@ from typing import Self
 
 import numpy as np
 
-from pion_client import answers, together
+from pion_client import answers, requests, together
 from pion_client.arrays import U64_MAX, count, invalid, mlx_core, text
 from pion_client.attend import Attending, AttendMixin
 from pion_client.calls import Calls
@@ -27,7 +27,7 @@ from pion_client.errors import BadAnswer, DataCorrupt, NotStored
 from pion_client.fetching import Progress, ScatteredRows
 from pion_client.lanes import Lanes
 from pion_client.routes import Routes
-from pion_client.rows import Rows, rows_of, tensor_rows
+from pion_client.rows import rows_of, tensor_rows
 from pion_client.states import States
 from pion_client.tls import Tls
 from pion_client.values import (
@@ -52,13 +52,10 @@ from pion_client.values import (
 from pion_wire import limits
 from pion_wire.blocks import pack_token_ids, route_key
 from pion_wire.codecs import FAMILIES
-from pion_wire.codecs import parse as parse_codec
-from pion_wire.layout import Layout, LayoutError, Side
+from pion_wire.layout import Layout, Side
 from pion_wire.messages import layout_to_message
 from pion_wire.v1 import prefix_store_pb2 as pb
-from pion_wire.v1 import stats_pb2, types_pb2
-
-_SIDES = {Side.K: types_pb2.SIDE_K, Side.V: types_pb2.SIDE_V}
+from pion_wire.v1 import stats_pb2
 
 
 class Client(AttendMixin):
@@ -190,9 +187,9 @@ class Client(AttendMixin):
         """
         if namespace == "":
             raise invalid("namespace", "is empty; None derives one")
-        packed, base = _some(token_ids), count("base", base)
+        packed, base = requests.some_token_bytes(token_ids), count("base", base)
         tensors = rows_of(layers or (), slots, codecs)
-        layout = _layout_of(tensors, len(packed) // 4 - base)
+        layout = requests.layout_of(tensors, len(packed) // 4 - base)
         header = pb.PrefixStoreStoreHeader(
             namespace=text("namespace", namespace or ""),
             model_id=text("model", model),
@@ -204,8 +201,8 @@ class Client(AttendMixin):
             replace=replace,
             durability=answers.durability_value(durability),
             prefill_ms=prefill_ms,
-            table=_table(table),
-            parts=[_part_message(f"parts[{index}]", part) for index, part in enumerate(parts)],
+            table=requests.block_table(table),
+            parts=[requests.part_info(f"parts[{index}]", part) for index, part in enumerate(parts)],
         )
         route = route_key(self._tenant, model, packed)
         deadline = self._calls.stream_deadline(timeout_s)
@@ -255,12 +252,12 @@ class Client(AttendMixin):
             LayoutDiffers: it has no such tensor.
             As `store` does.
         """
-        side = _side(side)
+        side = requests.side_of(side)
         tensor = tensor_rows("rows", slot, side, rows, codec)
         header = pb.PrefixStoreWriteRowsHeader(
             namespace=text("namespace", namespace),
             slot=slot,
-            side=_SIDES[side],
+            side=requests.SIDES[side],
             first_row=count("first_row", first_row),
             row_count=tensor.token_count,
             durability=answers.durability_value(durability),
@@ -307,11 +304,11 @@ class Client(AttendMixin):
             namespace=text("namespace", namespace),
             layout=layout_to_message(layout),
             model_id=text("model", model),
-            table=_table(table),
+            table=requests.block_table(table),
             prefill_ms=prefill_ms,
         )
         if token_ids is not None:
-            route = route_key(self._tenant, model, _some(token_ids))
+            route = route_key(self._tenant, model, requests.some_token_bytes(token_ids))
             self._routes.remember(namespace, route)
         answer = self._calls.once("register", request, self._routes.of(namespace), timeout_s)
         return Registered(answers.state(answer.state), answer.generation)
@@ -344,14 +341,14 @@ class Client(AttendMixin):
             tries: how often a server that cannot be reached is tried in all; by default until
                 `timeout_s`, if that is given, or for the client's, three times at least.
         """
-        packed = _some(token_ids)
+        packed = requests.some_token_bytes(token_ids)
         request = pb.PrefixStoreMatchRequest(
             model_id=text("model", model),
             token_ids=packed,
-            fidelities=_texts("fidelities", fidelities),
+            fidelities=requests.texts("fidelities", fidelities),
             min_tokens=count("min_tokens", min_tokens),
             lease_ms=None if lease_ms is None else count("lease_ms", lease_ms),
-            part_kinds=_texts("part_kinds", part_kinds),
+            part_kinds=requests.texts("part_kinds", part_kinds),
         )
         route = route_key(self._tenant, model, packed)
         match = answers.match(self._calls.ask("match", request, route, timeout_s, tries))
@@ -386,7 +383,7 @@ class Client(AttendMixin):
             timeout_s: instead of the client's.
             tries: as for `match`.
         """
-        packed = b"" if token_ids is None else _some(token_ids)
+        packed = b"" if token_ids is None else requests.some_token_bytes(token_ids)
         query = pb.PrefixStoreLookupRequest.Query(
             namespace=text("namespace", namespace),
             model_id=text("model", model or ""),
@@ -457,7 +454,9 @@ class Client(AttendMixin):
             packed = pack_hashes(hashes)
         except ValueError as error:
             raise invalid("hashes", str(error)) from error
-        request = pb.PrefixStoreMembershipRequest(namespaces=_names(namespaces), hashes=packed)
+        request = pb.PrefixStoreMembershipRequest(
+            namespaces=requests.names(namespaces), hashes=packed
+        )
         found: builtins.list[np.ndarray | None] = [None] * len(namespaces)
         first = self._routes.of(namespaces[0] if namespaces else "")
         for route in self._routes.everywhere or (first,):
@@ -527,11 +526,11 @@ class Client(AttendMixin):
         asked = pb.PrefixStoreFetchRequest(
             namespace=text("namespace", namespace or ""),
             lease_id=lease_id,
-            rows=_row_range(rows) if rows is not None else None,
+            rows=requests.row_range(rows) if rows is not None else None,
             slots=[count("slots", slot) for slot in slots or ()],
             generation=count("generation", generation, U64_MAX),
             codecs=FAMILIES,  # decoded here: fewer bytes cross the wire
-            part_kinds=_texts("part_kinds", part_kinds),
+            part_kinds=requests.texts("part_kinds", part_kinds),
             uncounted=not counted,
         )
         try:
@@ -540,7 +539,7 @@ class Client(AttendMixin):
                 prefix = self._lanes.fetch(
                     asked,
                     as_mlx=as_mlx,
-                    keep=_canonical(codecs),
+                    keep=requests.codec_names(codecs),
                     progress=progress,
                     route=route,
                     deadline=deadline,
@@ -582,7 +581,7 @@ class Client(AttendMixin):
         request = pb.PrefixStoreReadRowsRequest(
             namespace=text("namespace", namespace),
             slot=slot,
-            side=_SIDES[_side(side)],
+            side=requests.SIDES[requests.side_of(side)],
             rows=numbers,
         )
         deadline = self._calls.unary_deadline(timeout_s)
@@ -604,7 +603,7 @@ class Client(AttendMixin):
         dropped = []
         for begin in range(0, len(namespaces), limits.NAMES_MAX):
             names = namespaces[begin : begin + limits.NAMES_MAX]
-            request = pb.PrefixStoreDropRequest(namespaces=_names(names))
+            request = pb.PrefixStoreDropRequest(namespaces=requests.names(names))
             gone = [False] * len(names)
             for route in self._routes.everywhere or (self._routes.of(names[0]),):
                 answer = self._calls.once("drop", request, route, timeout_s)
@@ -616,7 +615,7 @@ class Client(AttendMixin):
 
     def save(self, *namespaces: str, timeout_s: float | None = None) -> int:
         """Seals live prefixes (all, if none is named); returns how many were sealed."""
-        request = pb.PrefixStoreSaveRequest(namespaces=_names(namespaces))
+        request = pb.PrefixStoreSaveRequest(namespaces=requests.names(namespaces))
         every = self._routes.everywhere or ("",)
         routes = (self._routes.of(namespaces[0]),) if namespaces else every
         return sum(
@@ -682,89 +681,3 @@ class Client(AttendMixin):
                 for route in self._connection.each
             ]
         )
-
-
-def _packed(token_ids: TokenIds) -> bytes:
-    try:
-        packed = pack_token_ids(token_ids)
-    except (ValueError, OverflowError) as error:
-        raise invalid("token_ids", str(error)) from error
-    if len(packed) > 4 * limits.TOKENS_MAX:
-        raise invalid("token_ids", f"{len(packed) // 4} ids exceed {limits.TOKENS_MAX}")
-    return packed
-
-
-def _some(token_ids: TokenIds) -> bytes:
-    packed = _packed(token_ids)
-    if not packed:
-        raise invalid("token_ids", "there are none")
-    return packed
-
-
-def _names(namespaces: Sequence[str]) -> Sequence[str]:
-    return [text("namespaces", namespace) for namespace in namespaces]
-
-
-def _texts(field: str, values: Sequence[str]) -> builtins.list[str]:
-    """Returns texts that can be sent; one text is no sequence of its characters."""
-    if isinstance(values, str):
-        raise invalid(field, f"{values!r} is one text, not several")
-    return [text(field, value) for value in values]
-
-
-def _part_message(where: str, part: Part) -> types_pb2.PartInfo:
-    try:
-        size_bytes = part.info.size_bytes
-    except (TypeError, ValueError) as error:
-        raise invalid(f"{where}.data", f"no contiguous bytes: {error}") from error
-    return types_pb2.PartInfo(
-        kind=text(f"{where}.kind", part.kind),
-        slot=count(f"{where}.slot", part.slot),
-        boundary_tokens=count(f"{where}.boundary_tokens", part.boundary_tokens),
-        size_bytes=size_bytes,
-        description=text(f"{where}.description", part.description),
-    )
-
-
-def _row_range(rows: tuple[int, int]) -> types_pb2.RowRange:
-    try:
-        begin, end = rows
-        return types_pb2.RowRange(begin=begin, end=end)
-    except (ValueError, TypeError) as error:
-        raise invalid("rows", f"{rows!r} is no pair of row numbers: {error}") from error
-
-
-def _layout_of(tensors: Sequence[Rows], row_count: int) -> Layout:
-    for rows in tensors:
-        if rows.token_count != row_count:
-            raise invalid(
-                f"layers.{rows.tensor.name}",
-                f"{rows.token_count} rows where token_ids and base make {row_count}",
-            )
-    try:
-        return Layout(tuple(rows.tensor for rows in tensors))
-    except LayoutError as error:
-        raise invalid("slots", error.message) from error
-
-
-def _canonical(codecs: Sequence[str]) -> frozenset[str]:
-    try:
-        return frozenset(name if name in FAMILIES else str(parse_codec(name)) for name in codecs)
-    except ValueError as error:
-        raise invalid("codecs", str(error)) from error
-
-
-def _side(name: Side | str) -> Side:
-    try:
-        return Side(name)
-    except ValueError as error:
-        raise invalid("side", f"{name!r} is neither 'k' nor 'v'") from error
-
-
-def _table(table: BlockTable | None) -> types_pb2.BlockTable | None:
-    if table is None:
-        return None
-    try:
-        return types_pb2.BlockTable(block_tokens=table.block_tokens, hashes=table.packed())
-    except ValueError as error:
-        raise invalid("table", str(error)) from error
