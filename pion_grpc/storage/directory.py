@@ -150,13 +150,17 @@ class DataDirectory:
                 yield from (p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
     def remove_scratch(self) -> None:
-        """Removes the directories that processes which are gone made for their own use."""
-        # In this order: who makes one has a lock before.
-        made = [path for path in self.run.iterdir() if path.is_dir()]
+        """Removes what processes that are gone made in `run/`, for their own use or the others'."""
+        # In this order: who makes it has a lock before.
+        made = [path for path in self.run.iterdir() if path.is_dir() or _WRITTEN.match(path.name)]
         live = self.live_instances()
         for path in made:
-            if path.name.partition("-")[0] not in live:
+            if path.name.partition("-")[0] in live:
+                continue
+            if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def written_files(self) -> Iterator[Path]:
         """Yields the files that any instance wrote."""

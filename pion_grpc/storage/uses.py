@@ -74,9 +74,8 @@ class UseFile:
 
     def of_others(self) -> Iterator[list[Use]]:
         """Yields what each of the other processes has not written into the catalogue yet."""
-        for path in self._directory.run.glob("*-uses"):
-            if path != self._path:
-                yield _read(path)
+        for instance in self._directory.live_instances() - {self._directory.instance}:
+            yield _read(_path(self._directory, instance))
 
     def of_dead(self, instance: str) -> list[Use]:
         """Returns what a process that is gone has not written into the catalogue.

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.sessions import Sessions
 from pion_grpc.core.storing import StoreSession
 from pion_grpc.core.values import Durability, FetchQuery, MissReason, Stored, WriteRowsHeader
 from pion_grpc.errors import Conflict, Corrupt, Evicted, NotStored
@@ -144,6 +146,21 @@ def test_what_a_power_cut_left_of_counters_stops_nobody(machine: Machine, left: 
     two = machine.start()
     assert_truth(two, "p", FULL)
     assert two.receipt.get().hits == 0
+
+
+def test_what_a_power_cut_left_without_its_lock_is_removed_and_stops_nobody(
+    machine: Machine,
+) -> None:
+    one = machine.start()
+    left = [one.directory.run / f"0123456789ab-{kind}" for kind in ("uses", "counters", "uses.new")]
+    for path in left:
+        path.write_bytes(b"\xff" * 48)
+    sessions = Sessions(one, sides_max=2)
+    for name in "ab":
+        sessions.register(TENANT, name, {side: Declaration(LayerSpec(8, "fp16")) for side in Side})
+    assert not sessions.exists(TENANT, "a")
+    one.clean()
+    assert not any(path.exists() for path in left)
 
 
 def test_what_a_dead_process_left_goes_and_what_it_finished_stays(machine: Machine) -> None:
