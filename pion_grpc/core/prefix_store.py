@@ -10,13 +10,13 @@ Reads never write: uses are noted beside the catalogue and flushed by `tick`.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from pion_grpc.core import housekeeping
 from pion_grpc.core.asking import add_lease, find_longest, look_up
 from pion_grpc.core.blobs import BlobStore
 from pion_grpc.core.exporting import Exports
-from pion_grpc.core.housekeeping import Totals, begin_if_alone, clean, end_leases, totals
+from pion_grpc.core.housekeeping import Totals
 from pion_grpc.core.live import RowsSession, begin_rows, is_mostly_gaps, seal, tensor_of
 from pion_grpc.core.membership import membership
 from pion_grpc.core.opening import guarded, open_prefix, prefix_info, within
@@ -49,21 +49,8 @@ from pion_grpc.core.values import (
     check_slots,
 )
 from pion_grpc.core.workshop import RowFileNames, Workshop, sync_prefixes
-from pion_grpc.errors import (
-    DiskFull,
-    Evicted,
-    InvalidRequest,
-    LayoutDiffers,
-    NotStored,
-    PionError,
-)
-from pion_grpc.storage.catalog import (
-    BlockTableRow,
-    Catalog,
-    NewPrefix,
-    PrefixRow,
-    Transaction,
-)
+from pion_grpc.errors import DiskFull, Evicted, InvalidRequest, LayoutDiffers, NotStored, PionError
+from pion_grpc.storage.catalog import BlockTableRow, Catalog, NewPrefix, PrefixRow, Transaction
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.sides import Sides
@@ -127,7 +114,7 @@ class PrefixStore:
         self.snapshots = Snapshots(self.workshop)
         with self._catalog.starting():
             self.space.bury_dead_instances()
-            self.is_first = begin_if_alone(self.workshop)
+            self.is_first = housekeeping.begin_if_alone(self.workshop)
             """Whether a server has begun with this process: no other was there."""
             self.space.measure()
 
@@ -373,7 +360,7 @@ class PrefixStore:
         self.space.uses.note(opened.prefix.id, "".join(side.value for side in query.sides))
         return opened.reading
 
-    def guarded(self, reading: Reading) -> AbstractContextManager[None]:
+    def guarded(self, reading: Reading) -> contextlib.AbstractContextManager[None]:
         """Closes a reading at the end, and takes out the prefix whose damage it meets."""
         return guarded(self.space, reading)
 
@@ -447,16 +434,16 @@ class PrefixStore:
     def tick(self) -> None:
         """Flushes uses, ends leases and removes what waited for them: call it about once a second."""
         self.space.uses.flush()
-        end_leases(self.workshop)
+        housekeeping.end_leases(self.workshop)
         self.receipt.publish()
 
     def clean(self) -> None:
         """Buries what is dead, counts foreign files, folds the log: call it every half minute."""
-        clean(self.workshop)
+        housekeeping.clean(self.workshop)
 
     def totals(self, tenant: str | None = None) -> Totals:
         """Returns what is stored, and what it takes: in all, or of one tenant."""
-        return totals(self.workshop, tenant)
+        return housekeeping.totals(self.workshop, tenant)
 
     # -- parts of the above
 
