@@ -313,13 +313,13 @@ class Exchange:
             token_ids=pending.request.token_ids,
             layers=bundle.rows,
             facts=found.facts,
-            check=lambda: check(0, 0),
+            check=check,
             timeout_s=max(self._deadline_s, pending.prefill_ms / 1e3),
         )
+        if shared.end == end:
+            return shared, ""
         why = "rows_differ" if shared.generation else "parent_gone"
-        return (
-            shared if shared.end >= least else Shared(begin, 0)
-        ), why if shared.end < end else ""
+        return (shared if shared.end >= least else Shared(begin, 0)), why
 
     def _there(self, namespace: str, request: Request, facts: Facts) -> PrefixInfo | None:
         """Returns what a name has of a prefix that needs parts; None if it is another, or needs none."""

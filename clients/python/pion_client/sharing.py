@@ -22,7 +22,6 @@ from pion_client.errors import PionError
 from pion_client.quantised import codecs_of
 from pion_client.rows import Rows as SentRows
 from pion_client.rows import rows_of
-from pion_client.values import Prefix
 
 
 class Shared(NamedTuple):
@@ -73,7 +72,8 @@ def rows_shared(
             )
         except PionError:
             return Shared(begin, 0)
-        if prefix is None or not _of(prefix, facts, token_ids[: 4 * end]):
+        wanted = facts.model_id, token_ids[: 4 * end]
+        if prefix is None or (prefix.model, prefix.packed_token_ids) != wanted:
             return Shared(begin, 0)
         generation = prefix.generation
         codecs = {key: codec for key, codec in codecs_of(facts.layout).items() if key[0] == slot}
@@ -82,10 +82,6 @@ def rows_shared(
         if end == begin:
             break
     return Shared(end, generation)
-
-
-def _of(prefix: Prefix, facts: Facts, token_ids: bytes) -> bool:
-    return prefix.model == facts.model_id and prefix.packed_token_ids == token_ids
 
 
 def _alike(mine: Sequence[SentRows], theirs: Sequence[SentRows]) -> int:

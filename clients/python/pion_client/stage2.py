@@ -65,11 +65,7 @@ class Stage2:
     # What caches ask that stand for rows elsewhere
 
     def at_hand(self, namespace: str, token_count: int) -> Kept | None:
-        """Returns the rows of a prefix that this process has prefilled or fetched, if it still has.
-
-        If it was never told which tokens it wants under the name, the server is asked whether it
-        still holds those; a server that does not answer leaves them as they were.
-        """
+        """See `PionPromptCache.at_hand`."""
         if token_ids := self._ids_of(namespace, token_count):
             return self._kept(namespace, token_ids)
         kept = self.residency.kept(namespace, token_count)
@@ -83,14 +79,7 @@ class Stage2:
         return kept if held.hit else None
 
     def session_for(self, namespace: str, token_count: int) -> Session:
-        """Returns the resident rows of a stored prefix, made resident if need be.
-
-        What this process is storing under the name is waited for.
-
-        Raises:
-            NotStored: nothing of this model is stored there.
-            PionError: it is, but cannot be attended to.
-        """
+        """See `PionPromptCache.session_for`."""
         self._queue.wait_for(lambda own: own.request.namespace == namespace, self._deadline_s)
         token_ids = self._ids_of(namespace, token_count)
         try:
@@ -110,14 +99,7 @@ class Stage2:
             raise Unavailable(f"the server is not asked: {why}") from None
 
     def rows_for(self, namespace: str, token_count: int, session: Session | None = None) -> Kept:
-        """Returns the rows of a prefix: at hand, fetched, or computed once more.
-
-        Those of a session are no others than were resident in it, whatever the name means by now:
-        their tokens prove it or, where these are not known, their generation.
-
-        Raises:
-            NotStored: they are nowhere any more, and their tokens are not known.
-        """
+        """See `PionPromptCache.rows_for`."""
         if session is None:
             token_ids = self._ids_of(namespace, token_count) or b""
             kept = self.at_hand(namespace, token_count)
