@@ -22,6 +22,8 @@ from tests.resp.wire import Refused, Wire, fields
 from tests.server.wire import Wire as Grpc
 
 WORKERS = 4
+FEW = 2
+"""Enough where it is not their number that matters: each takes a second to start."""
 ROWS = os.urandom(64 * 2 * 200)
 UNKNOWN_SNAPSHOT = Refused("ERR V.RESTORE: unknown snap_id for this session")
 
@@ -39,7 +41,7 @@ def shared() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
-    flags = ("--workers", str(WORKERS), "--resp", "127.0.0.1:0")
+    flags = ("--workers", str(FEW), "--resp", "127.0.0.1:0")
     return start_server(*flags, listen="127.0.0.1:0")
 
 
@@ -155,9 +157,9 @@ def test_the_limit_of_sessions_is_one_for_all_in_the_order_of_their_uses(
 ) -> None:
     """Whichever worker was asked for what: nobody waits for another to write its uses down."""
     sides_max = 9
-    flags = ("--workers", str(WORKERS), "--resp", "127.0.0.1:0", "--max-sessions", str(sides_max))
+    flags = ("--workers", str(FEW), "--resp", "127.0.0.1:0", "--max-sessions", str(sides_max))
     server = start_server(*flags)
-    wires = [worker(server, index) for index in range(WORKERS)]
+    wires = [worker(server, index) for index in range(FEW)]
     expected = Expected(sides_max)
     draw = random.Random(7)
     for number in range(60):
@@ -228,7 +230,7 @@ def test_a_snapshot_of_one_worker_is_everyones_over_grpc(shared: ServerProcess) 
 
 def test_workers_end_with_their_parent_however_it_ends(server: ServerProcess) -> None:
     workers = [psutil.Process(pid) for pid in pids(server)]
-    assert len(workers) == WORKERS
+    assert len(workers) == FEW
     server.kill()
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
@@ -238,14 +240,14 @@ def test_all_stop_in_order(server: ServerProcess) -> None:
     stored(server)
     assert server.stop() == 0
     events = [json.loads(line)["event"] for line in server.output if line.startswith("{")]
-    assert events.count("worker ready") == events.count("stopped") == WORKERS
+    assert events.count("worker ready") == events.count("stopped") == FEW
     assert not list((server.directory / "run").glob("*.lock"))
 
 
 def test_the_receipt_is_each_workers_own_and_summed(
     start_server: Callable[..., ServerProcess],
 ) -> None:
-    server = start_server("--workers", "2", "--resp", "127.0.0.1:0")
+    server = start_server("--workers", str(FEW), "--resp", "127.0.0.1:0")
     one, other = worker(server, 0), worker(server, 1)
     one("KV.PREFIX.REGISTER", "ns", 8, "fp16", "PREFILL_MS", 1_500)
     for wire in (one, one, other):
@@ -280,7 +282,7 @@ def test_what_ends_with_the_server_is_no_workers_own(
         told = fields(wire("KV.PREFIX.INFO"))
         return tuple(told[name] for name in ("wal_appended", "wal_replayed", "vstore_evictions"))
 
-    flags = ("--workers", "2", "--resp", "127.0.0.1:0", "--max-sessions", "4")
+    flags = ("--workers", str(FEW), "--resp", "127.0.0.1:0", "--max-sessions", "4")
     server = start_server(*flags)
     one, other = worker(server, 0), worker(server, 1)
     for number, wire in enumerate((one, other, one)):
@@ -322,7 +324,7 @@ def test_a_worker_that_cannot_start_says_why_and_nothing_else(
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(RuntimeError) as failed:
-            start_server("--workers", "2", listen=address)
+            start_server("--workers", str(FEW), listen=address)
     said = str(failed.value)
     assert f"worker 0: cannot listen on {address}" in said
     assert "Fatal Python error" not in said
@@ -335,8 +337,8 @@ def test_one_compute_device_does_not_get_two_owners(
     sentence = "--workers above 1 and attend exclude each other: one compute device has one owner"
     for backend in ("numpy", "mlx"):
         with pytest.raises(RuntimeError, match=sentence):
-            start_server("--workers", "2", "--attend", backend)
-    server = start_server("--workers", "2", "--resp", "127.0.0.1:0")
+            start_server("--workers", str(FEW), "--attend", backend)
+    server = start_server("--workers", str(FEW), "--resp", "127.0.0.1:0")
     assert f"attend is off: {sentence}" in [entry.get("event") for entry in server.log]
     for _ in range(4):
         wire = Wire(server.ready["resp"])
