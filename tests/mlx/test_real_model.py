@@ -16,6 +16,7 @@ from pion_client.mlx import (
 from pion_grpc.cli.decode import greedy
 from tests.mlx import programs
 from tests.mlx.programs import WAIT_S
+from tests.mlx.test_attention import LANES
 
 pytestmark = pytest.mark.model
 
@@ -25,13 +26,6 @@ SYSTEM = (
     "security. Returns are free for thirty days. The workshop is open from Tuesday to Saturday."
 )
 QUESTION = " How do I reset my password?"
-NO_INPROC = {"PION_PROMPT_CACHE_NO_INPROC": "1"}
-LANES = {
-    "in-process": {},
-    "stream": NO_INPROC,
-    "unary": {**NO_INPROC, "PION_PROMPT_CACHE_NO_STREAM": "1"},
-    "stream, joined here": {**NO_INPROC, "PION_DISABLE_FUSED_ATTEND": "1"},
-}
 
 SECOND_PROCESS = """
     import json, sys
