@@ -212,8 +212,8 @@ def name_segment(transaction: Transaction, row: PrefixRow, segment: SegmentFile)
 def _first_own_block(row: PrefixRow, token_ids: bytes) -> int:
     """Returns the block from which on a child is found by itself: that of its first row.
 
-    If that is none, its last one; and where it has parts of its own, the one before that of the first of
-    them at the latest: whoever has so many tokens in common with it shares that whole.
+    Without rows of its own, its last block; and where it has parts of its own, at the latest the block
+    before that of its first part: whoever shares the tokens up to a part shares that block as a whole.
     """
     first = min(row.base, len(token_ids) // 4 - 1) // BLOCK_TOKENS
     boundaries = [part.boundary_tokens for part in parts_of(row)]

@@ -39,7 +39,7 @@ class Calls:
         self.stall_timeout_s = _positive("stall_timeout_s", stall_timeout_s)
 
     def unary_deadline(self, timeout_s: float | None, tries: int | None = None) -> Deadline:
-        """Returns the deadline of a call with one answer; raises InvalidRequest if it is none."""
+        """Returns the deadline of a call with one answer; raises InvalidRequest if it is not a time."""
         return self._deadline(timeout_s, self.timeout_s, tries)
 
     def stream_deadline(self, timeout_s: float | None, tries: int | None = None) -> Deadline:

@@ -1,6 +1,6 @@
 """The client: one object per server, synchronous, usable from any number of threads.
 
-Knows the services' methods; how bytes are framed, placed, read from files or retried is told elsewhere.
+Knows the services' methods; others know how bytes are framed, placed, read from files or retried.
 
 The one decision: a miss is an answer and an error is an exception. `fetch` returns None where nothing is
 stored, also if what was stored has been evicted or found damaged a moment ago, and a prefix only when
@@ -19,6 +19,7 @@ from typing import Self
 import numpy as np
 
 from pion_client import answers, requests, together
+from pion_client.addresses import DEFAULT_ADDRESS
 from pion_client.arrays import U64_MAX, count, invalid, mlx_core, text
 from pion_client.attend import Attending, AttendMixin
 from pion_client.calls import Calls
@@ -80,12 +81,12 @@ class Client(AttendMixin):
         fetch_bytes_max: more than this is refused before memory is allocated.
 
     Raises:
-        ValueError: the address, or a time, is none; or the certificates cannot be used.
+        ValueError: the address or a time is not valid, or the certificates cannot be used.
     """
 
     def __init__(
         self,
-        address: str | Sequence[str] = "127.0.0.1:50051",
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         export: bool = True,
         verify: bool = False,

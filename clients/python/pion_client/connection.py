@@ -47,7 +47,7 @@ from pion_wire.v1.ssm_state_pb2_grpc import SSMStateStub
 from pion_wire.v1.stats_pb2_grpc import StatsStub
 
 TRIES_MAX = 3
-"""A read that brings nothing is tried so often in all, unless its caller gave a deadline.
+"""How many times a read that brings nothing is tried in all, unless its caller gave a deadline.
 
 A server that has been away for less than the client's `timeout_s` is tried until then: it is being
 restarted, and a client may be made just in that moment. One that stays away costs that time once,
@@ -174,7 +174,7 @@ class Connection:
             tls: by default what the environment names; nothing there: not encrypted.
 
         Raises:
-            ValueError: an address is none or there twice, or the certificates cannot be used.
+            ValueError: an address is not valid or there twice, or the certificates cannot be used.
         """
         self.targets = targets_of(address)
         self.is_local = all(map(is_local, self.targets))

@@ -34,7 +34,7 @@ _ANSWERS = (
     *("MISSING", "NOT_RESIDENT", "NOT_STORED", "NO_BACKEND", "OTHER_CONTENT", "QUOTA", "ROWS"),
     "TOO_MANY_STREAMS",
 )
-"""Reasons that a server which is well may give."""
+"""Reasons that a healthy server may give."""
 _BASE_TOKENS_MIN = max(limits.CHAIN_TOKENS_MIN, blocks.BLOCK_TOKENS)
 """A child with fewer rows of its parent is stored whole. What shares not even a block may be on another
 node of a mesh, and a shared <s> would make all prefixes hang on one."""
@@ -168,7 +168,7 @@ class Exchange:
         return Found(served, str(match.reason), prefix=match.prefix, lease_id=match.lease_id)
 
     def _later(self, match: Match, request: Request, facts: Facts) -> Found | None:
-        """What can be served by going back from a boundary behind what is in common, if it is more."""
+        """What can be served by going back from a boundary after the common tokens, if it is more."""
         wanted = min(match.matched_tokens, request.rows_max)
         if match.prefix is None or match.token_count >= wanted or not facts.held.needs:
             return None

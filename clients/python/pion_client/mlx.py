@@ -87,7 +87,7 @@ class PionPromptCache(AttendByNamespace):
             what another has stored is served only if it was stored in the same way, and
             `stats()["stored_as"]` and `["fidelity"]` say how.
         boundary_protect: layers at both ends whose V a lossy `vquant` leaves raw.
-        admission_threshold: a prefix is stored from its so many-th miss in this process on.
+        admission_threshold: how many misses of a prefix in this process it takes until it is stored.
         stage2: has what is stored under a name resident on the server as well, so that
             `make_pion_prompt_cache` attends to it there; with the attention patch installed,
             `get_or_prefill` returns such a cache itself instead of fetching. What this process has
@@ -194,7 +194,7 @@ class PionPromptCache(AttendByNamespace):
                 now, and is counted in `stats()["checkpoints_dropped"]`.
 
         Raises:
-            ValueError: there are no token ids, they are none, or none of this model.
+            ValueError: there are no token ids, or one is not an id of this model.
             pion_client.errors.InvalidRequest: the namespace cannot be one.
         """
         token_ids = self._vocabulary.packed(prefix_ids)
@@ -218,7 +218,7 @@ class PionPromptCache(AttendByNamespace):
         stored, call `get_or_prefill(prompt_ids[:-1])`.
 
         Raises:
-            ValueError: there are no token ids, they are none, or none of this model.
+            ValueError: there are no token ids, or one is not an id of this model.
         """
         token_ids = self._vocabulary.packed(prompt_ids)
         request = Request(token_ids, None, len(token_ids) // 4 - 1)

@@ -177,7 +177,7 @@ def _node(where: str, words: dict[str, Any]) -> Node:
         raise BadMesh(f'{where}: serve is a list of texts, such as ["--disk-budget", "200GiB"]')
     for flag in serve:
         if not flag.isprintable():
-            raise BadMesh(f"{where}: serve: {flag!r} has a character that is none of a line's")
+            raise BadMesh(f"{where}: serve: {flag!r} has a character that does not belong in a line")
         if flag.partition("=")[0] in _OWN_FLAGS:
             raise BadMesh(f"{where}: serve: {flag} is made from the rest of the file")
     user = words.get("user", "_pion" if system == "macos" else "pion")
@@ -264,5 +264,5 @@ def _path(where: str, value: Any) -> str:
     if not isinstance(value, str) or not PurePosixPath(value).is_absolute():
         raise BadMesh(f"{where}: {value!r} is no absolute path")
     if not value.isprintable():
-        raise BadMesh(f"{where}: {value!r} has a character that is none of a line's")
+        raise BadMesh(f"{where}: {value!r} has a character that does not belong in a line")
     return str(PurePosixPath(value))
