@@ -6,10 +6,7 @@ for neither proxies nor calls.
 """
 
 import contextlib
-import ctypes
-import ctypes.util
 import os
-import signal
 import socket
 import sys
 import threading
@@ -18,7 +15,6 @@ from pathlib import Path
 
 import grpc
 import structlog
-import threadpoolctl
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -29,7 +25,10 @@ from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import CannotStart, DiskFull, PionError
-from pion_grpc.resp.server import RespServer, RespSettings, raise_files_limit, remove_dead_socket
+from pion_grpc.process import pipe_of_signals, raise_files_limit, tune_allocator, tune_blas
+from pion_grpc.resp.command import CLIENTS_MAX, RespSettings
+from pion_grpc.resp.server import RespServer
+from pion_grpc.resp.sockets import remove_dead_socket
 from pion_grpc.rpc.attend import AttendService
 from pion_grpc.rpc.prefix_store import PrefixStoreService
 from pion_grpc.rpc.service import (
@@ -112,7 +111,7 @@ class Server:
         os.umask(0o077)
         tune_allocator()
         tune_blas()
-        raise_files_limit()
+        files_max = raise_files_limit()
         backend = attend_backend(config)
         self._directory = DataDirectory(config.data)
         self.store = self._opened_store()
@@ -142,7 +141,7 @@ class Server:
         self._health = health.HealthServicer(experimental_thread_pool=self._health_pool)
         self._add_services(credentials)
         self.address = self._bind(config.listen, certificates)
-        self.resp = self._resp_server(access)
+        self.resp = self._resp_server(access, files_max // 2)
 
     def start(self) -> None:
         """Begins to serve."""
@@ -274,7 +273,7 @@ class Server:
         host, _, _ = listen.rpartition(":")
         return f"{host}:{port}"
 
-    def _resp_server(self, access: Access) -> RespServer | None:
+    def _resp_server(self, access: Access, clients_max: int) -> RespServer | None:
         config = self._config
         if not config.resp:
             return None
@@ -286,6 +285,7 @@ class Server:
             export=config.exports,
             logged=not config.no_wal,
             worker=self._worker.index if self._worker else 0,
+            clients_max=min(CLIENTS_MAX, clients_max),
         )
         sockets = self._worker.resp if self._worker else None
         try:
@@ -428,39 +428,3 @@ def attend_backend(config: Config) -> backends.Backend | None:
         raise CannotStart(
             f"--attend {config.attend}: {error}; install it, or choose numpy or off"
         ) from error
-
-
-def pipe_of_signals() -> int:
-    """Returns a descriptor with one byte to read for each SIGTERM and SIGINT.
-
-    A handler alone is not enough: the system may hand a signal to a thread of gRPC's, and Python runs
-    handlers in the main thread, which would go on waiting. 1 in 20 signals was lost that way.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    return reader
-
-
-def tune_allocator() -> None:
-    """Keeps glibc from serving every chunk by mmap: page faults would halve the rate of streams."""
-    if sys.platform == "linux" and ctypes.util.find_library("c"):
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            trim_threshold, mmap_threshold, arena_max = -1, -3, -8
-            libc.mallopt(arena_max, 1)  # chunks are large: arenas of threads would only keep them
-            libc.mallopt(mmap_threshold, 32 << 20)
-            libc.mallopt(trim_threshold, 64 << 20)
-
-
-def tune_blas() -> None:
-    """Keeps NumPy's BLAS to one thread per product, unless the environment says otherwise.
-
-    Its threads wait for each other by spinning. With two cores that others used as well a query over
-    32,768 rows took 190 ms with two threads and 5 ms with one; queries of several clients run side by
-    side without it.
-    """
-    if "OPENBLAS_NUM_THREADS" not in os.environ:
-        threadpoolctl.threadpool_limits(1, "blas")

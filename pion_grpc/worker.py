@@ -29,7 +29,7 @@ import structlog
 from pion_grpc import __version__
 from pion_grpc.config import Config, parse_address
 from pion_grpc.errors import CannotStart
-from pion_grpc.resp.server import Block, bind_blocks, port_of
+from pion_grpc.resp.sockets import Block, bind_blocks, port_of
 
 RESTART_S = 1.0
 """A worker that died is started again after so long: one that cannot start does not take a core."""

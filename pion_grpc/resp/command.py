@@ -27,6 +27,7 @@ from pion_grpc.resp.client import Client, Clients, Queued
 from pion_grpc.resp.protocol import NOT_AN_INTEGER, Argument, parse_int
 from pion_grpc.resp.reply import CRLF, Buffer, Reply, ReplyError, bulk_header
 
+CLIENTS_MAX = 10_000
 STEP_BYTES = 2 << 20
 """What a streamed reply has in memory at once, twice: one step is read while the other is sent."""
 
@@ -122,19 +123,30 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RespSettings:
     """What can be set about this wire."""
 
+    listen: str
+    """HOST:PORT, or unix:PATH; port 0 picks one."""
+    sides_max: int = 0
+    """Sides that may be declared, the least recently used going first; 0: no limit."""
     namespace_prefix: str = ""
     """Names must begin so."""
+    request_bytes_max: int = 1 << 30
+    reply_bytes_max: int = 1 << 30
+    """Of values that a reply has in memory: a request of a few bytes can ask for any number. Single
+    ones and rows are streamed and not bounded by it."""
     memory_max: int = 0
     """What CONFIG GET maxmemory says: the budget on disk, which is what bounds this server."""
     export: bool = True
     """Whether clients on this host get files of their own."""
     logged: bool = True
     """Whether COMMIT promises anything."""
-    reply_bytes_max: int = 1 << 30
-    """Of values that one reply has in memory: a request of a few bytes can ask for any number."""
+    worker: int = 0
+    clients_max: int = CLIENTS_MAX
+    """Connections at once; fewer where the system allows fewer open files."""
+    lane_stall_s: float = 2.0
+    """A frame of the binary lane of which nothing more comes for so long will not be finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +165,7 @@ class Services:
     """None: this server does not compute attention."""
     clients: Clients
     facts: Facts
-    options: Options
+    settings: RespSettings
     pause: Callable[[float], None]
     """Executes nothing for so many seconds."""
     is_paused: Callable[[], bool]
@@ -204,7 +216,7 @@ class Call:
     def hold(self, size: int) -> None:
         """Counts bytes of values that the reply will have in memory, or refuses to answer."""
         self.held_bytes += size
-        most = self.services.options.reply_bytes_max
+        most = self.services.settings.reply_bytes_max
         if self.held_bytes > most:
             raise ReplyError(f"OOM the reply would exceed {most} bytes: ask for less at once")
 

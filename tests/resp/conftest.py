@@ -14,7 +14,8 @@ from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import CannotStart
-from pion_grpc.resp.server import RespServer, RespSettings
+from pion_grpc.resp.command import RespSettings
+from pion_grpc.resp.server import RespServer
 from pion_grpc.storage.directory import DataDirectory
 from tests.resp.wire import Wire
 

@@ -135,7 +135,7 @@ def info(call: Call) -> Answer:
             "vstore_evictions": totals.since_start.gone,
             "vstore_max_sessions": call.services.sessions.sides_max or UNLIMITED_SESSIONS,
             "vstore_bytes": totals.bytes,
-            "wal_enabled": int(call.services.options.logged),
+            "wal_enabled": int(call.services.settings.logged),
             "wal_bytes": totals.unsaved_bytes,
             "wal_appended": totals.since_start.records,
             "wal_replayed": totals.since_start.recovered,
@@ -169,7 +169,7 @@ def save(call: Call) -> Answer:
 
 def commit(call: Call) -> Answer:
     """`KV.PREFIX.COMMIT`: what was acknowledged before is on stable storage."""
-    if not call.services.options.logged:
+    if not call.services.settings.logged:
         raise ReplyError("ERR KV.PREFIX.COMMIT: --no-wal, writes are not logged")
     try:
         call.services.store.sync()
@@ -239,7 +239,7 @@ def lines(values: "dict[str, int | str]") -> bytes:
 
 
 def _check_prefix(call: Call, namespace: str) -> None:
-    required = call.services.options.namespace_prefix
+    required = call.services.settings.namespace_prefix
     if not namespace.startswith(required):
         raise ReplyError(
             f"ERR namespace must start with required prefix '{required}' (multi-tenant isolation)"

@@ -84,7 +84,7 @@ def config(call: Call) -> Answer:
 
 def _configuration(call: Call) -> dict[str, Reply]:
     return {
-        "maxmemory": str(call.services.options.memory_max),
+        "maxmemory": str(call.services.settings.memory_max),
         "maxmemory-policy": "noeviction",
         "appendonly": "no",
         "save": "",
@@ -188,7 +188,7 @@ def _memory(call: Call) -> dict[str, int | str]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak *= 1 if sys.platform == "darwin" else 1_024
     used = _resident_bytes(peak)
-    limit = call.services.options.memory_max
+    limit = call.services.settings.memory_max
     return {
         "used_memory": used,
         "used_memory_human": _human(used),

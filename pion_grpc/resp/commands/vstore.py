@@ -158,7 +158,7 @@ def export(call: Call) -> Answer:
     services = call.services
     if not call.client.is_local:
         raise ReplyError("ERR V.EXPORT: only for clients on this host")
-    if not services.options.export or services.access.tenants:
+    if not services.settings.export or services.access.tenants:
         raise ReplyError("ERR V.EXPORT is switched off here")
     k_sid, v_sid = _sid(call), _sid(call, 1)
     refusal = "ERR V.EXPORT: invalid range, num_layers, n_kv_heads or head_dim"

@@ -1,0 +1,118 @@
+"""The sockets of the RESP side: bound before anything is served, so that a busy port refuses to start.
+
+They know nothing of what is spoken on them: one process binds them, and may hand them to others.
+"""
+
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from pion_grpc.errors import CannotStart
+from pion_grpc.resp.lane import RECEIVE_BUFFER_BYTES
+
+BACKLOG = 1_024
+DRAWS_MAX = 64
+"""Attempts to find a block of free ports."""
+
+_log = structlog.get_logger()
+
+
+class Block(NamedTuple):
+    """The sockets of one worker: RESP, and with TCP the binary lane and this worker's own."""
+
+    resp: socket.socket
+    lane: socket.socket | None = None
+    affinity: socket.socket | None = None
+
+
+def bind_blocks(listen: str, workers: int) -> list[Block]:
+    """Returns the sockets of each worker; with port 0 a run of ports that are all free.
+
+    RESP and the binary lane are the same sockets for all of them. The ports behind a given one may be
+    taken: clients do without them.
+
+    Raises:
+        CannotStart: the address itself cannot be bound.
+    """
+    any_port = listen.endswith(":0")
+    for _ in range(DRAWS_MAX if any_port else 1):
+        resp = bind(listen)
+        if resp.family == socket.AF_UNIX:
+            return [Block(resp)] * workers
+        host, port = listen.rpartition(":")[0], port_of(resp)
+        lane = _bound_if_free(host, port + 1)
+        own = [_bound_if_free(host, port + 2 + worker) for worker in range(workers)]
+        if not any_port or None not in (lane, *own):
+            if lane is not None:
+                lane.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+            return [Block(resp, lane, affinity) for affinity in own]
+        for bound in filter(None, [resp, lane, *own]):
+            bound.close()
+    raise CannotStart(f"cannot listen on {listen} (RESP): no {2 + workers} free ports in a row")
+
+
+def _bound_if_free(host: str, port: int) -> socket.socket | None:
+    try:
+        return bind(f"{host}:{port}")
+    except CannotStart as problem:
+        _log.warning("a port beside the RESP port stays closed", port=port, problem=str(problem))
+        return None
+
+
+def bind(listen: str) -> socket.socket:
+    """Returns a socket bound to HOST:PORT or unix:PATH.
+
+    Raises:
+        CannotStart: it cannot be bound.
+    """
+    try:
+        if listen.startswith("unix:"):
+            path = Path(listen.removeprefix("unix:"))
+            remove_dead_socket(path)
+            return _bound(socket.AF_UNIX, str(path))
+        host, _, port = listen.rpartition(":")
+        host = host.strip("[]")
+        return _bound(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, int(port)))
+    except (OSError, ValueError, OverflowError) as error:
+        raise CannotStart(f"cannot listen on {listen} (RESP): {error}") from error
+
+
+def _bound(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
+    bound = socket.socket(family)
+    try:
+        if family != socket.AF_UNIX:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def address_of(bound: socket.socket, listen: str) -> str:
+    """Returns the address that a socket got, as it was asked for."""
+    if listen.startswith("unix:"):
+        return listen
+    return f"{listen.rpartition(':')[0]}:{port_of(bound)}"
+
+
+def port_of(bound: socket.socket) -> int:
+    """Returns the port of a socket; 0 for a Unix socket."""
+    return 0 if bound.family == socket.AF_UNIX else int(bound.getsockname()[1])
+
+
+def remove_dead_socket(path: Path) -> None:
+    """Removes a socket that nobody listens on any more.
+
+    Raises:
+        CannotStart: somebody does.
+    """
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            raise CannotStart(f"another server listens on {path}")
+    path.unlink()
