@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from pion_grpc.core.exporting import ExportedFile, Exports
@@ -23,6 +24,8 @@ from pion_wire.segment import SegmentLayout
 
 INLINE_BYTES_MAX = 64 << 10
 """Smaller values are kept in the database: a file of their own would cost more."""
+SYNC_THREADS = 8
+"""Files brought to stable storage side by side: a disk, or its journal, takes several at once."""
 
 
 class WrittenBlob(NamedTuple):
@@ -200,7 +203,9 @@ class BlobStore:
             unsynced = Blobs(transaction).unsynced()
         if not unsynced:
             return
-        synced = [blob for blob in unsynced if self._synced(blob)]
+        with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="sync") as threads:
+            kept = list(threads.map(self._synced, unsynced))
+        synced = list(itertools.compress(unsynced, kept))
         self.sync_directory()
         with self.workshop.catalog.write(on_disk=True) as transaction:
             for blob in synced:
