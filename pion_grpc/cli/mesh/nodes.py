@@ -177,7 +177,9 @@ def _node(where: str, words: dict[str, Any]) -> Node:
         raise BadMesh(f'{where}: serve is a list of texts, such as ["--disk-budget", "200GiB"]')
     for flag in serve:
         if not flag.isprintable():
-            raise BadMesh(f"{where}: serve: {flag!r} has a character that does not belong in a line")
+            raise BadMesh(
+                f"{where}: serve: {flag!r} has a character that does not belong in a line"
+            )
         if flag.partition("=")[0] in _OWN_FLAGS:
             raise BadMesh(f"{where}: serve: {flag} is made from the rest of the file")
     user = words.get("user", "_pion" if system == "macos" else "pion")
