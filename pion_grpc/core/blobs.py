@@ -176,26 +176,31 @@ class BlobStore:
                 replaced = Blobs(transaction).get(blob.id) is None
             if replaced:
                 raise
-            self.condemn(blob.id)
-            raise Corrupt(f"a file is gone: {error}") from error
+            raise self.condemned(blob, f"{blob.file} is gone") from error
         try:
             run = blob.run_of(file)
             if blob.boot not in (None, self.workshop.boot):
                 run.check()
-        except Corrupt:
+        except Corrupt as error:
             file.close()
-            self.condemn(blob.id)
-            raise
+            raise self.condemned(blob, str(error)) from error
         except BaseException:
             file.close()
             raise
         return BlobReading(self, blob, run)
 
-    def condemn(self, blob: int) -> None:
-        """Takes a damaged value out: whoever asks next finds nothing."""
+    def condemned(self, blob: BlobRow, problem: str) -> Corrupt:
+        """Takes a damaged value out: whoever asks next finds nothing. Returns the error for who asked.
+
+        It names the value; what its file is called is for the log alone.
+        """
         with self.workshop.catalog.write() as transaction:
-            Blobs(transaction).condemn(blob)
+            owner = Blobs(transaction).condemn(blob.id)
+        self.workshop.space.note_trouble(blob.file, problem)
         self.workshop.space.sweep()
+        return Corrupt(
+            f"{owner} is damaged and has been taken out: a checksum differs, or bytes are missing"
+        )
 
     def sync(self) -> None:
         """Brings every published value to stable storage; one that is gone meanwhile is left out."""
@@ -287,9 +292,8 @@ class BlobReading:
     def _condemning(self) -> Iterator[None]:
         try:
             yield
-        except Corrupt:
-            self._store.condemn(self._blob.id)
-            raise
+        except Corrupt as error:
+            raise self._store.condemned(self._blob, str(error)) from error
 
     def close(self) -> None:
         """Closes the file; twice is once."""

@@ -146,11 +146,20 @@ class Blobs:
         """Makes garbage of the files that were kept by a lease only, and are not any more."""
         self._transaction.run(f"DELETE FROM blob WHERE removed AND NOT {LEASED}", ())
 
-    def condemn(self, blob: int) -> None:
-        """Takes a damaged blob away, and whatever it is the value of."""
-        self._transaction.run("DELETE FROM key WHERE blob = ?", (blob,))
-        self._transaction.run("DELETE FROM state WHERE blob = ?", (blob,))
+    def condemn(self, blob: int) -> str:
+        """Takes a damaged blob away, and whatever it is the value of; returns words for that."""
+        keys = self._transaction.all(
+            "DELETE FROM key WHERE blob = ? RETURNING substr(name, 1, 64)", (blob,)
+        )
+        states = self._transaction.all(
+            "DELETE FROM state WHERE blob = ? RETURNING layer, session", (blob,)
+        )
         self._transaction.run("DELETE FROM blob WHERE id = ?", (blob,))
+        for (name,) in keys:
+            return f"the value of key {bytes(name).decode(errors='backslashreplace')!r}"
+        for layer, session in states:
+            return f"layer {layer} of {session!r}"
+        return "a value that was replaced meanwhile"
 
     def unsynced(self) -> list[BlobRow]:
         """Returns what would not survive a power cut."""

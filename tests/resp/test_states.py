@@ -107,16 +107,30 @@ def test_a_damaged_value_is_a_miss_and_its_name_is_free(start_resp: Callable[...
             file.write(b"\x01")
     replies = wire.pipeline(("SSM.PREFIX.FETCH", "damaged", 0), ("PING",))
     assert replies[0].text.startswith("ERR ")
-    assert "checksum" in replies[0].text
+    assert "layer 0 of 'damaged'" in replies[0].text
+    assert str(resp.store.directory.path) not in replies[0].text
     assert replies[1] == "PONG"
     broken = resp.connect()
     broken.send("GET", "damaged")  # the damage is met when most of it has been sent
     with pytest.raises((AssertionError, ConnectionError)):
         broken.read()
+    assert len(resp.store.space.losses().troubles) == 2  # the operator learns of the files
     assert wire("SSM.PREFIX.FETCH", "damaged", 0) is None
     assert wire("GET", "damaged") is None
     assert wire("SSM.PREFIX.STORE", "damaged", 0, b"new") == "OK"
     assert wire("SSM.PREFIX.FETCH", "damaged", 0) == b"new"
+
+
+def test_a_value_whose_file_is_gone_is_named_by_its_key(start_resp: Callable[..., Resp]) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    wire("SET", b"gone\xff\n", bytes(100_000))
+    for path in resp.store.directory.blobs.iterdir():
+        path.unlink()
+    refusal = wire("GET", b"gone\xff\n").text
+    assert "key 'gone\\\\xff\\n' is damaged" in refusal
+    assert str(resp.store.directory.path) not in refusal
+    assert wire("GET", b"gone\xff\n") is None
 
 
 # -- over gRPC
