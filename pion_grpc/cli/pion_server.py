@@ -89,7 +89,10 @@ def config_of(options: argparse.Namespace) -> Config:
     try:
         return Config(**{**environment_settings(), **given})
     except ValueError as error:
-        raise CannotStart(str(error)) from error
+        problem = str(error)
+        if options.maxmemory:  # the flag that was given
+            problem = problem.replace("--disk-budget", "--maxmemory")
+        raise CannotStart(problem) from error
 
 
 def _password(options: argparse.Namespace) -> dict[str, Any]:

@@ -139,6 +139,7 @@ def test_nothing_acknowledged_is_lost_in_a_crash_and_the_log_says_so(
         (["--metal-attention", "--fa-window", "-1"], "--fa-window"),
         (["--maxmemory", "x"], "--maxmemory: 'x' is not a size"),
         (["--maxmemory", "101%"], "--maxmemory: '101%' is not a size"),
+        (["--maxmemory", "100k"], "--maxmemory: at least 16 MiB"),
         (["--maxmemory", "nan%"], "--maxmemory: 'nan%' is not a size"),
     ],
 )
