@@ -10,6 +10,7 @@ worker thread. Commands that change the keyspace run on one thread of their own,
 """
 
 import enum
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -285,6 +286,14 @@ class Command:
         if self.usage:
             return f"ERR {self.name} requires: {self.usage}"
         return f"ERR wrong number of arguments for '{self.name.lower()}' command"
+
+
+for_all = functools.partial(Command, for_tenants=True)
+"""An entry that tenants may use as well."""
+reader = functools.partial(for_all, uses=Uses.READS, keys=(1, 1, 1))
+"""One that reads the key which is its first argument; `keys` names others."""
+writer = functools.partial(for_all, uses=Uses.WRITES, keys=(1, 1, 1))
+"""One that changes that key."""
 
 
 def is_text(text: str) -> bool:

@@ -17,7 +17,7 @@ from pion_grpc.core.attend import Attend
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
 from pion_grpc.core.attend_values import LAYER_MAX, EntryState, Key, Shape
 from pion_grpc.errors import Cold, Missing
-from pion_grpc.resp.command import Answer, Call, Command, Where, is_text, syntax_error
+from pion_grpc.resp.command import Answer, Call, Command, Where, for_all, is_text, syntax_error
 from pion_grpc.resp.protocol import Argument
 from pion_grpc.resp.reply import OK, ReplyError, Simple
 
@@ -237,7 +237,7 @@ def _command(
             ) from error
 
     arity = -(1 + words_max - optional)
-    return Command(name, arity, attending, where, usage=usage, for_tenants=True)
+    return for_all(name, arity, attending, where, usage=usage)
 
 
 COMMANDS = (

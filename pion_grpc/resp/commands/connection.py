@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from pion_grpc.resp.client import Client
-from pion_grpc.resp.command import Answer, Call, Command, Where, syntax_error
+from pion_grpc.resp.command import Answer, Call, Command, Where, for_all, syntax_error
 from pion_grpc.resp.reply import OK, Reply, ReplyError, Simple, Verbatim, Version
 
 WRONG_PASSWORD = "WRONGPASS invalid username-password pair or user is disabled."
@@ -317,14 +317,14 @@ _SUBCOMMANDS = {
 }
 
 COMMANDS = (
-    Command("PING", -1, ping, Where.LOOP, for_tenants=True),
-    Command("ECHO", 2, echo, Where.LOOP, for_tenants=True),
-    Command("SELECT", 2, select, Where.LOOP, for_tenants=True),
-    Command("QUIT", -1, quit_, Where.LOOP, for_tenants=True, before_login=True),
-    Command("RESET", 1, reset, Where.LOOP, for_tenants=True, before_login=True),
-    Command("AUTH", -2, auth, Where.LOOP, for_tenants=True, before_login=True),
-    Command("HELLO", -1, hello, Where.LOOP, for_tenants=True, before_login=True),
-    Command("CLIENT", -2, client, Where.LOOP, for_tenants=True),
-    Command("COMMAND", -1, command, Where.LOOP, for_tenants=True),
+    for_all("PING", -1, ping, Where.LOOP),
+    for_all("ECHO", 2, echo, Where.LOOP),
+    for_all("SELECT", 2, select, Where.LOOP),
+    for_all("QUIT", -1, quit_, Where.LOOP, before_login=True),
+    for_all("RESET", 1, reset, Where.LOOP, before_login=True),
+    for_all("AUTH", -2, auth, Where.LOOP, before_login=True),
+    for_all("HELLO", -1, hello, Where.LOOP, before_login=True),
+    for_all("CLIENT", -2, client, Where.LOOP),
+    for_all("COMMAND", -1, command, Where.LOOP),
     Command("TIME", 1, server_time, Where.LOOP),
 )

@@ -3,7 +3,17 @@
 from typing import NamedTuple
 
 from pion_grpc.core.keyspace import Kind, NoSuchKey, matches
-from pion_grpc.resp.command import Answer, Call, Command, Uses, Where, syntax_error
+from pion_grpc.resp.command import (
+    Answer,
+    Call,
+    Command,
+    Uses,
+    Where,
+    for_all,
+    reader,
+    syntax_error,
+    writer,
+)
 from pion_grpc.resp.reply import OK, Reply, ReplyError, Simple
 
 SCAN_COUNT_MAX = 100_000
@@ -204,30 +214,27 @@ def scan_options(call: Call, at: int) -> ScanOptions:
     return options
 
 
-_ONE, _ALL, _TWO = (1, 1, 1), (1, -1, 1), (1, 2, 1)
+_ALL, _TWO = (1, -1, 1), (1, 2, 1)
 
 COMMANDS = (
-    Command("DEL", -2, delete, uses=Uses.WRITES, keys=_ALL, for_tenants=True),
-    Command("UNLINK", -2, delete, uses=Uses.WRITES, keys=_ALL, for_tenants=True),
-    Command("EXISTS", -2, exists, Where.QUICK, Uses.READS, keys=_ALL, for_tenants=True),
-    Command("TOUCH", -2, exists, Where.QUICK, Uses.READS, keys=_ALL, for_tenants=True),
-    Command("TYPE", 2, kind, Where.QUICK, Uses.READS, keys=_ONE, for_tenants=True),
-    Command("KEYS", 2, keys, uses=Uses.READS, for_tenants=True),
-    Command("SCAN", -2, scan, uses=Uses.READS, for_tenants=True),
+    writer("DEL", -2, delete, keys=_ALL),
+    writer("UNLINK", -2, delete, keys=_ALL),
+    reader("EXISTS", -2, exists, Where.QUICK, keys=_ALL),
+    reader("TOUCH", -2, exists, Where.QUICK, keys=_ALL),
+    reader("TYPE", 2, kind, Where.QUICK),
+    for_all("KEYS", 2, keys, uses=Uses.READS),
+    for_all("SCAN", -2, scan, uses=Uses.READS),
     Command("RANDOMKEY", 1, random_key, uses=Uses.READS),
     Command("DBSIZE", 1, db_size, uses=Uses.READS),
     Command("FLUSHALL", -1, flush, uses=Uses.WRITES),
     Command("FLUSHDB", -1, flush, uses=Uses.WRITES),
-    Command("RENAME", 3, rename, uses=Uses.WRITES, keys=_TWO, for_tenants=True),
-    Command("RENAMENX", 3, rename_if_free, uses=Uses.WRITES, keys=_TWO, for_tenants=True),
-    Command("COPY", -3, copy, uses=Uses.WRITES, keys=_TWO, grows=True, for_tenants=True),
+    writer("RENAME", 3, rename, keys=_TWO),
+    writer("RENAMENX", 3, rename_if_free, keys=_TWO),
+    writer("COPY", -3, copy, keys=_TWO, grows=True),
+    *(writer(name, -3, expire) for name in ("EXPIRE", "PEXPIRE", "EXPIREAT", "PEXPIREAT")),
+    writer("PERSIST", 2, persist),
     *(
-        Command(name, -3, expire, uses=Uses.WRITES, keys=_ONE, for_tenants=True)
-        for name in ("EXPIRE", "PEXPIRE", "EXPIREAT", "PEXPIREAT")
-    ),
-    Command("PERSIST", 2, persist, uses=Uses.WRITES, keys=_ONE, for_tenants=True),
-    *(
-        Command(name, 2, time_to_live, Where.QUICK, Uses.READS, keys=_ONE, for_tenants=True)
+        reader(name, 2, time_to_live, Where.QUICK)
         for name in ("TTL", "PTTL", "EXPIRETIME", "PEXPIRETIME")
     ),
 )

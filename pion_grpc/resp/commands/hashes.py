@@ -1,7 +1,15 @@
 """Hashes: fields and values of one key."""
 
 from pion_grpc.core.keyspace import Kind, parse_float
-from pion_grpc.resp.command import Answer, Call, Command, Elsewhere, Uses, Where, syntax_error
+from pion_grpc.resp.command import (
+    Answer,
+    Call,
+    Elsewhere,
+    Where,
+    reader,
+    syntax_error,
+    writer,
+)
 from pion_grpc.resp.commands.generic import scan_cursor, scan_options
 from pion_grpc.resp.reply import OK, Reply, ReplyError
 
@@ -115,25 +123,20 @@ def _pairs(call: Call) -> list[tuple[bytes, bytes]]:
     return [(call.raw(at), call.raw(at + 1)) for at in range(1, call.count, 2)]
 
 
-_ONE = (1, 1, 1)
-_READS, _WRITES = Uses.READS, Uses.WRITES
-
 COMMANDS = (
-    Command("HSET", -4, set_fields, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
-    Command("HMSET", -4, set_fields_ok, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
-    Command("HSETNX", 4, set_if_free, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
-    Command("HGET", 3, get, Where.QUICK, _READS, keys=_ONE, for_tenants=True),
-    Command("HMGET", -3, get_many, Where.QUICK, _READS, keys=_ONE, for_tenants=True),
-    Command("HGETALL", 2, get_all, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("HKEYS", 2, fields, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("HVALS", 2, values, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("HEXISTS", 3, exists, Where.QUICK, _READS, keys=_ONE, for_tenants=True),
-    Command("HLEN", 2, length, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("HSTRLEN", 3, value_length, Where.QUICK, _READS, keys=_ONE, for_tenants=True),
-    Command("HDEL", -3, delete, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("HINCRBY", 4, increment, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
-    Command(
-        "HINCRBYFLOAT", 4, increment_float, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True
-    ),
-    Command("HSCAN", -3, scan, uses=_READS, keys=_ONE, for_tenants=True),
+    writer("HSET", -4, set_fields, grows=True),
+    writer("HMSET", -4, set_fields_ok, grows=True),
+    writer("HSETNX", 4, set_if_free, grows=True),
+    reader("HGET", 3, get, Where.QUICK),
+    reader("HMGET", -3, get_many, Where.QUICK),
+    reader("HGETALL", 2, get_all),
+    reader("HKEYS", 2, fields),
+    reader("HVALS", 2, values),
+    reader("HEXISTS", 3, exists, Where.QUICK),
+    reader("HLEN", 2, length),
+    reader("HSTRLEN", 3, value_length, Where.QUICK),
+    writer("HDEL", -3, delete),
+    writer("HINCRBY", 4, increment, grows=True),
+    writer("HINCRBYFLOAT", 4, increment_float, grows=True),
+    reader("HSCAN", -3, scan),
 )

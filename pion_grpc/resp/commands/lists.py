@@ -1,7 +1,7 @@
 """Lists: values with two ends. Nothing here waits for a value to come."""
 
 from pion_grpc.core.keyspace import NoSuchKey
-from pion_grpc.resp.command import Answer, Call, Command, Uses, Where, syntax_error
+from pion_grpc.resp.command import Answer, Call, Where, reader, syntax_error, writer
 from pion_grpc.resp.reply import NIL_ARRAY, OK, ReplyError
 
 POP_MAX = 1 << 30
@@ -96,22 +96,16 @@ def remove(call: Call) -> Answer:
     return len(places)
 
 
-_ONE = (1, 1, 1)
-_READS, _WRITES = Uses.READS, Uses.WRITES
-
 COMMANDS = (
-    *(
-        Command(name, -3, push, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True)
-        for name in ("RPUSH", "LPUSH", "RPUSHX", "LPUSHX")
-    ),
-    Command("LPOP", -2, pop, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("RPOP", -2, pop, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("LMOVE", 5, move, uses=_WRITES, keys=(1, 2, 1), grows=True, for_tenants=True),
-    Command("RPOPLPUSH", 3, move, uses=_WRITES, keys=(1, 2, 1), grows=True, for_tenants=True),
-    Command("LLEN", 2, length, Where.QUICK, _READS, keys=_ONE, for_tenants=True),
-    Command("LRANGE", 4, get_range, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("LINDEX", 3, index, Where.QUICK, _READS, keys=_ONE, for_tenants=True),
-    Command("LSET", 4, set_index, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
-    Command("LTRIM", 4, trim, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("LREM", 4, remove, uses=_WRITES, keys=_ONE, for_tenants=True),
+    *(writer(name, -3, push, grows=True) for name in ("RPUSH", "LPUSH", "RPUSHX", "LPUSHX")),
+    writer("LPOP", -2, pop),
+    writer("RPOP", -2, pop),
+    writer("LMOVE", 5, move, keys=(1, 2, 1), grows=True),
+    writer("RPOPLPUSH", 3, move, keys=(1, 2, 1), grows=True),
+    reader("LLEN", 2, length, Where.QUICK),
+    reader("LRANGE", 4, get_range),
+    reader("LINDEX", 3, index, Where.QUICK),
+    writer("LSET", 4, set_index, grows=True),
+    writer("LTRIM", 4, trim),
+    writer("LREM", 4, remove),
 )

@@ -7,7 +7,16 @@ from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.sessions import Unsettled
 from pion_grpc.core.values import BlockTable
 from pion_grpc.errors import InvalidRequest, NotStored, PionError
-from pion_grpc.resp.command import Answer, Call, Command, Elsewhere, Where, is_text, syntax_error
+from pion_grpc.resp.command import (
+    Answer,
+    Call,
+    Command,
+    Elsewhere,
+    Where,
+    for_all,
+    is_text,
+    syntax_error,
+)
 from pion_grpc.resp.commands.formats import parse_specs, stored_as
 from pion_grpc.resp.reply import OK, ReplyError, Simple
 from pion_wire.layout import Side
@@ -274,34 +283,27 @@ def _milliseconds(call: Call, at: int) -> int:
 
 
 COMMANDS = (
-    Command(
+    for_all(
         "KV.PREFIX.REGISTER",
         -4,
         register,
         usage="ns_key kv_dim vquant [BLOCKS block_size hash_count hash_blob] [PREFILL_MS ms]",
-        for_tenants=True,
     ),
-    Command(
+    for_all(
         "KV.PREFIX.REGISTER.SCHEMA",
         -5,
         register_schema,
         usage="ns_key N k_spec … v_spec … [PREFILL_MS ms]",
-        for_tenants=True,
     ),
-    Command("KV.PREFIX.LOOKUP", -2, lookup, Where.QUICK, usage="ns_key", for_tenants=True),
-    Command("KV.PREFIX.DROP", -2, drop, usage="ns_key [ns_key …]", for_tenants=True),
-    Command("KV.PREFIX.OWNER", -2, owner, Where.QUICK, usage="ns_key", for_tenants=True),
-    Command("KV.PREFIX.BLOCKS", -2, blocks, Where.QUICK, usage="ns_key", for_tenants=True),
-    Command(
-        "KV.PREFIX.MEMBERSHIP",
-        -4,
-        membership,
-        Where.QUICK,
-        usage="ns_key hash_count hash_blob",
-        for_tenants=True,
+    for_all("KV.PREFIX.LOOKUP", -2, lookup, Where.QUICK, usage="ns_key"),
+    for_all("KV.PREFIX.DROP", -2, drop, usage="ns_key [ns_key …]"),
+    for_all("KV.PREFIX.OWNER", -2, owner, Where.QUICK, usage="ns_key"),
+    for_all("KV.PREFIX.BLOCKS", -2, blocks, Where.QUICK, usage="ns_key"),
+    for_all(
+        "KV.PREFIX.MEMBERSHIP", -4, membership, Where.QUICK, usage="ns_key hash_count hash_blob"
     ),
     Command("KV.PREFIX.INFO", -1, info),
     Command("KV.PREFIX.SAVE", -1, save),
-    Command("KV.PREFIX.COMMIT", -1, commit, for_tenants=True),
-    Command("KV.PREFIX.WARM", -4, warm, usage="ns_key H D [attend_sid]", for_tenants=True),
+    for_all("KV.PREFIX.COMMIT", -1, commit),
+    for_all("KV.PREFIX.WARM", -4, warm, usage="ns_key H D [attend_sid]"),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from pion_grpc.core.keyspace import Kind
-from pion_grpc.resp.command import Answer, Call, Command, Uses, Where, syntax_error
+from pion_grpc.resp.command import Answer, Call, Where, reader, syntax_error, writer
 from pion_grpc.resp.commands.generic import scan_cursor, scan_options
 from pion_grpc.resp.reply import Reply
 
@@ -103,25 +103,19 @@ _COMBINATIONS: dict[str, Callable[..., set[bytes]]] = {
     "SDIFF": set.difference,
 }
 
-_ONE = (1, 1, 1)
-_READS, _WRITES = Uses.READS, Uses.WRITES
-
 COMMANDS = (
-    Command("SADD", -3, add, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
-    Command("SREM", -3, remove, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("SMEMBERS", 2, members, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("SISMEMBER", 3, has, Where.QUICK, _READS, keys=_ONE, for_tenants=True),
-    Command("SMISMEMBER", -3, has_many, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("SCARD", 2, count, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("SMOVE", 4, move, uses=_WRITES, keys=(1, 2, 1), grows=True, for_tenants=True),
-    Command("SPOP", -2, pop, uses=_WRITES, keys=_ONE, for_tenants=True),
+    writer("SADD", -3, add, grows=True),
+    writer("SREM", -3, remove),
+    reader("SMEMBERS", 2, members),
+    reader("SISMEMBER", 3, has, Where.QUICK),
+    reader("SMISMEMBER", -3, has_many),
+    reader("SCARD", 2, count),
+    writer("SMOVE", 4, move, keys=(1, 2, 1), grows=True),
+    writer("SPOP", -2, pop),
+    *(reader(name, -2, combine, keys=(1, -1, 1)) for name in ("SUNION", "SINTER", "SDIFF")),
     *(
-        Command(name, -2, combine, uses=_READS, keys=(1, -1, 1), for_tenants=True)
-        for name in ("SUNION", "SINTER", "SDIFF")
-    ),
-    *(
-        Command(name, -3, combine_into, uses=_WRITES, keys=(1, -1, 1), grows=True, for_tenants=True)
+        writer(name, -3, combine_into, keys=(1, -1, 1), grows=True)
         for name in ("SUNIONSTORE", "SINTERSTORE", "SDIFFSTORE")
     ),
-    Command("SSCAN", -3, scan, uses=_READS, keys=_ONE, for_tenants=True),
+    reader("SSCAN", -3, scan),
 )

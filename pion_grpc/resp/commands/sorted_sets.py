@@ -10,7 +10,7 @@ from pion_grpc.core.keyspace import (
     ScoreSpan,
     parse_float,
 )
-from pion_grpc.resp.command import Answer, Call, Command, Uses, Where, syntax_error
+from pion_grpc.resp.command import Answer, Call, Where, reader, syntax_error, writer
 from pion_grpc.resp.commands.generic import scan_cursor, scan_options
 from pion_grpc.resp.reply import Reply, ReplyError
 
@@ -225,26 +225,23 @@ def _span(low: bytes, high: bytes) -> ScoreSpan:
     return ScoreSpan(least, most, low.startswith(b"("), high.startswith(b"("))
 
 
-_ONE = (1, 1, 1)
-_READS, _WRITES = Uses.READS, Uses.WRITES
-
 COMMANDS = (
-    Command("ZADD", -4, add, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
-    Command("ZINCRBY", 4, increment, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
-    Command("ZREM", -3, remove, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("ZSCORE", 3, score, Where.QUICK, _READS, keys=_ONE, for_tenants=True),
-    Command("ZMSCORE", -3, scores, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("ZCARD", 2, count, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("ZCOUNT", 4, count_in, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("ZRANK", 3, rank, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("ZREVRANK", 3, rank, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("ZRANGE", -4, get_range, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("ZREVRANGE", -4, get_reverse_range, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("ZRANGEBYSCORE", -4, get_by_score, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("ZREVRANGEBYSCORE", -4, get_by_score, uses=_READS, keys=_ONE, for_tenants=True),
-    Command("ZREMRANGEBYRANK", 4, remove_by_rank, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("ZREMRANGEBYSCORE", 4, remove_by_score, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("ZPOPMIN", -2, pop, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("ZPOPMAX", -2, pop, uses=_WRITES, keys=_ONE, for_tenants=True),
-    Command("ZSCAN", -3, scan, uses=_READS, keys=_ONE, for_tenants=True),
+    writer("ZADD", -4, add, grows=True),
+    writer("ZINCRBY", 4, increment, grows=True),
+    writer("ZREM", -3, remove),
+    reader("ZSCORE", 3, score, Where.QUICK),
+    reader("ZMSCORE", -3, scores),
+    reader("ZCARD", 2, count),
+    reader("ZCOUNT", 4, count_in),
+    reader("ZRANK", 3, rank),
+    reader("ZREVRANK", 3, rank),
+    reader("ZRANGE", -4, get_range),
+    reader("ZREVRANGE", -4, get_reverse_range),
+    reader("ZRANGEBYSCORE", -4, get_by_score),
+    reader("ZREVRANGEBYSCORE", -4, get_by_score),
+    writer("ZREMRANGEBYRANK", 4, remove_by_rank),
+    writer("ZREMRANGEBYSCORE", 4, remove_by_score),
+    writer("ZPOPMIN", -2, pop),
+    writer("ZPOPMAX", -2, pop),
+    reader("ZSCAN", -3, scan),
 )

@@ -1,7 +1,7 @@
 """`SSM.PREFIX.*`: recurrent state, opaque, one value for each layer of a session."""
 
 from pion_grpc.core.states import LAYER_MAX
-from pion_grpc.resp.command import Answer, Call, Command, StreamedValue, is_text
+from pion_grpc.resp.command import Answer, Call, StreamedValue, for_all, is_text
 from pion_grpc.resp.reply import OK, ReplyError
 
 _SESSION_BYTES_MAX = 200
@@ -47,7 +47,7 @@ def _session(call: Call) -> str:
 
 
 COMMANDS = (
-    Command("SSM.PREFIX.STORE", -4, store, usage="sid layer_id blob", for_tenants=True),
-    Command("SSM.PREFIX.FETCH", -3, fetch, usage="sid layer_id", for_tenants=True),
-    Command("SSM.PREFIX.DROP", -2, drop, usage="sid [layer_id]", for_tenants=True),
+    for_all("SSM.PREFIX.STORE", -4, store, usage="sid layer_id blob"),
+    for_all("SSM.PREFIX.FETCH", -3, fetch, usage="sid layer_id"),
+    for_all("SSM.PREFIX.DROP", -2, drop, usage="sid [layer_id]"),
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pion_grpc.core.keyspace import matches
 from pion_grpc.core.receipt import Receipt
-from pion_grpc.resp.command import Answer, Call, Command, Where
+from pion_grpc.resp.command import Answer, Call, Command, Where, for_all
 from pion_grpc.resp.commands.connection import REDIS_VERSION, may_see
 from pion_grpc.resp.commands.prefixes import attention, lines
 from pion_grpc.resp.reply import OK, Reply, ReplyError, Simple, Verbatim
@@ -288,7 +288,7 @@ def _human(size: int) -> str:
 
 COMMANDS = (
     Command("PION.STATS", -1, pion_stats),
-    Command("INFO", -1, info, for_tenants=True),
+    for_all("INFO", -1, info),
     Command("CONFIG", -2, config, Where.LOOP),
     Command("SAVE", 1, save),
     Command("BGSAVE", -1, background_save),

@@ -4,12 +4,12 @@ from pion_grpc.core.keyspace import STRING_BYTES_MAX, LargeValue, Value, parse_f
 from pion_grpc.resp.command import (
     Answer,
     Call,
-    Command,
     Elsewhere,
     StreamedValue,
-    Uses,
     Where,
+    reader,
     syntax_error,
+    writer,
 )
 from pion_grpc.resp.reply import OK, Reply, ReplyError
 
@@ -232,99 +232,31 @@ def _expiry(call: Call, at: int, unit: str) -> int:
     return time_ms if unit.endswith("AT") else call.keyspace.now_unix_ms + time_ms
 
 
-_ONE, _ALL, _PAIRS = (1, 1, 1), (1, -1, 1), (1, -1, 2)
-_WRITES = Uses.WRITES
+_ALL, _PAIRS = (1, -1, 1), (1, -1, 2)
 _SECOND, _THIRD = (1, 0), (2, 0)  # which argument may be large
 
 COMMANDS = (
-    Command("GET", 2, get, Where.QUICK, Uses.READS, keys=_ONE, for_tenants=True),
-    Command(
-        "SET",
-        -3,
-        set_,
-        uses=_WRITES,
-        keys=_ONE,
-        large_values=_SECOND,
-        reads_back=_reads_back,
-        grows=True,
-        for_tenants=True,
-    ),
-    Command(
-        "SETNX",
-        3,
-        set_if_free,
-        uses=_WRITES,
-        keys=_ONE,
-        large_values=_SECOND,
-        grows=True,
-        for_tenants=True,
-    ),
-    Command(
-        "SETEX",
-        4,
-        set_with_time,
-        uses=_WRITES,
-        keys=_ONE,
-        large_values=_THIRD,
-        grows=True,
-        for_tenants=True,
-    ),
-    Command(
-        "PSETEX",
-        4,
-        set_with_time,
-        uses=_WRITES,
-        keys=_ONE,
-        large_values=_THIRD,
-        grows=True,
-        for_tenants=True,
-    ),
-    Command(
-        "GETSET",
-        3,
-        get_set,
-        uses=_WRITES,
-        keys=_ONE,
-        large_values=_SECOND,
-        reads_back=_reads_back,
-        grows=True,
-        for_tenants=True,
-    ),
+    reader("GET", 2, get, Where.QUICK),
+    writer("SET", -3, set_, large_values=_SECOND, reads_back=_reads_back, grows=True),
+    writer("SETNX", 3, set_if_free, large_values=_SECOND, grows=True),
+    writer("SETEX", 4, set_with_time, large_values=_THIRD, grows=True),
+    writer("PSETEX", 4, set_with_time, large_values=_THIRD, grows=True),
+    writer("GETSET", 3, get_set, large_values=_SECOND, reads_back=_reads_back, grows=True),
     *(
-        Command(name, arity, run, uses=_WRITES, keys=_ONE, reads_back=_reads_back, for_tenants=True)
+        writer(name, arity, run, reads_back=_reads_back)
         for name, arity, run in (("GETDEL", 2, get_delete), ("GETEX", -2, get_with_time))
     ),
-    Command("MGET", -2, get_many, Where.QUICK, Uses.READS, keys=_ALL, for_tenants=True),
-    Command(
-        "MSET",
-        -3,
-        set_many,
-        uses=_WRITES,
-        keys=_PAIRS,
-        large_values=(1, 2),
-        grows=True,
-        for_tenants=True,
-    ),
-    Command(
-        "MSETNX",
-        -3,
-        set_many_if_free,
-        uses=_WRITES,
-        keys=_PAIRS,
-        large_values=(1, 2),
-        grows=True,
-        for_tenants=True,
-    ),
-    Command("APPEND", 3, append, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
-    Command("STRLEN", 2, length, Where.QUICK, Uses.READS, keys=_ONE, for_tenants=True),
-    Command("GETRANGE", 4, get_range, uses=Uses.READS, keys=_ONE, for_tenants=True),
-    Command("SUBSTR", 4, get_range, uses=Uses.READS, keys=_ONE, for_tenants=True),
-    Command("SETRANGE", 4, set_range, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True),
+    reader("MGET", -2, get_many, Where.QUICK, keys=_ALL),
+    writer("MSET", -3, set_many, keys=_PAIRS, large_values=(1, 2), grows=True),
+    writer("MSETNX", -3, set_many_if_free, keys=_PAIRS, large_values=(1, 2), grows=True),
+    writer("APPEND", 3, append, grows=True),
+    reader("STRLEN", 2, length, Where.QUICK),
+    reader("GETRANGE", 4, get_range),
+    reader("SUBSTR", 4, get_range),
+    writer("SETRANGE", 4, set_range, grows=True),
     *(
-        Command(name, arity, increment, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True)
+        writer(name, arity, increment, grows=True)
         for name, arity in (("INCR", 2), ("DECR", 2), ("INCRBY", 3), ("DECRBY", 3))
     ),
-    Command(
-        "INCRBYFLOAT", 3, increment_float, uses=_WRITES, keys=_ONE, grows=True, for_tenants=True
-    ),
+    writer("INCRBYFLOAT", 3, increment_float, grows=True),
 )

@@ -4,7 +4,7 @@ Only commands on keys, and quick ones on the connection, go between MULTI and EX
 one transaction of the database: others see all of it or nothing, and so does a restart.
 """
 
-from pion_grpc.resp.command import Answer, Call, Command, Uses, Where
+from pion_grpc.resp.command import Answer, Call, Uses, Where, for_all, reader
 from pion_grpc.resp.reply import OK, ReplyError
 
 WATCHED_MAX = 10_000
@@ -49,9 +49,9 @@ def unwatch(call: Call) -> Answer:
 
 
 COMMANDS = (
-    Command("MULTI", 1, multi, Where.LOOP, for_tenants=True),
-    Command("DISCARD", 1, discard, Where.LOOP, for_tenants=True),
-    Command("EXEC", 1, execute, uses=Uses.WRITES, for_tenants=True),
-    Command("WATCH", -2, watch, Where.LOOP, Uses.READS, keys=(1, -1, 1), for_tenants=True),
-    Command("UNWATCH", 1, unwatch, Where.LOOP, for_tenants=True),
+    for_all("MULTI", 1, multi, Where.LOOP),
+    for_all("DISCARD", 1, discard, Where.LOOP),
+    for_all("EXEC", 1, execute, uses=Uses.WRITES),
+    reader("WATCH", -2, watch, Where.LOOP, keys=(1, -1, 1)),
+    for_all("UNWATCH", 1, unwatch, Where.LOOP),
 )

@@ -8,7 +8,7 @@ from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.sessions import LayerInfo, SessionInfo, SessionReading, WrongSize
 from pion_grpc.core.snapshots import NoFreeSnapshot
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, RowsOutOfRange
-from pion_grpc.resp.command import Answer, Call, Command, Streamed, Where, is_text
+from pion_grpc.resp.command import Answer, Call, Streamed, Where, for_all, is_text
 from pion_grpc.resp.commands.formats import label, parse_specs, rope_of, stored_as
 from pion_grpc.resp.commands.prefixes import lines
 from pion_grpc.resp.reply import (
@@ -382,24 +382,12 @@ def _format(layer: LayerInfo) -> str:
 
 
 COMMANDS = (
-    Command("V.CREATE", -3, create, usage="sid value_dim [VQUANT format]", for_tenants=True),
-    Command(
-        "V.STOREBATCH",
-        -6,
-        store_batch,
-        usage="sid layer_id start_id count blob [FMT F16]",
-        for_tenants=True,
-    ),
-    Command("V.FETCH", -3, fetch, usage="sid layer_id token_id [token_id …]", for_tenants=True),
-    Command(
-        "V.EXPORT",
-        -8,
-        export,
-        usage="k_sid v_sid start end num_layers n_kv_heads head_dim",
-        for_tenants=True,
-    ),
-    Command("V.INFO", -1, info, Where.QUICK, for_tenants=True),
-    Command("V.SNAPSHOT", -2, snapshot, usage="sid", for_tenants=True),
-    Command("V.RESTORE", -3, restore, usage="sid snap_id", for_tenants=True),
-    Command("V.COMMIT", -3, commit, usage="sid snap_id", for_tenants=True),
+    for_all("V.CREATE", -3, create, usage="sid value_dim [VQUANT format]"),
+    for_all("V.STOREBATCH", -6, store_batch, usage="sid layer_id start_id count blob [FMT F16]"),
+    for_all("V.FETCH", -3, fetch, usage="sid layer_id token_id [token_id …]"),
+    for_all("V.EXPORT", -8, export, usage="k_sid v_sid start end num_layers n_kv_heads head_dim"),
+    for_all("V.INFO", -1, info, Where.QUICK),
+    for_all("V.SNAPSHOT", -2, snapshot, usage="sid"),
+    for_all("V.RESTORE", -3, restore, usage="sid snap_id"),
+    for_all("V.COMMIT", -3, commit, usage="sid snap_id"),
 )
