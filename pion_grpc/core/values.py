@@ -13,6 +13,8 @@ from pion_wire import limits
 from pion_wire.blocks import RAW_FIDELITY
 from pion_wire.layout import DType, Layout, PartInfo, Side
 
+BLOCK_TOKENS_MAX = 8_192
+"""Tokens in one block of a caller's table."""
 TABLE_HASHES_MAX = 1 << 20
 """Hashes in a caller's table, and probes of one question. A transport may allow fewer."""
 RESTORED_TOKENS_MAX = 100_000_000
@@ -82,8 +84,10 @@ class BlockTable:
     hashes: bytes
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_tokens <= 8_192:
-            raise InvalidRequest("table.block_tokens", f"{self.block_tokens} is outside 1..8192")
+        if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
+            raise InvalidRequest(
+                "table.block_tokens", f"{self.block_tokens} is outside 1..{BLOCK_TOKENS_MAX}"
+            )
         if len(self.hashes) % 8 or len(self.hashes) > 8 * TABLE_HASHES_MAX:
             raise InvalidRequest(
                 "table.hashes",

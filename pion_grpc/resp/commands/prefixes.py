@@ -5,7 +5,12 @@ from typing import NamedTuple
 from pion_grpc.core.attend_values import Source, Telemetry
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.sessions import Unsettled
-from pion_grpc.core.values import BlockTable
+from pion_grpc.core.values import (
+    BLOCK_TOKENS_MAX,
+    RESTORED_TOKENS_MAX,
+    TABLE_HASHES_MAX,
+    BlockTable,
+)
 from pion_grpc.errors import InvalidRequest, NotStored, PionError
 from pion_grpc.resp.command import (
     Answer,
@@ -17,16 +22,11 @@ from pion_grpc.resp.command import (
     is_text,
     syntax_error,
 )
-from pion_grpc.resp.commands.formats import parse_specs, stored_as
+from pion_grpc.resp.commands.formats import WIDTH_MAX, parse_specs, stored_as
 from pion_grpc.resp.reply import OK, ReplyError, Simple
 from pion_wire.layout import Side
+from pion_wire.limits import NAMESPACE_BYTES_MAX, PREFILL_MS_MAX
 
-NAME_BYTES_MAX = 200
-WIDTH_MAX = 8_192
-BLOCK_TOKENS_MAX = 8_192
-HASHES_MAX = 1 << 20
-PREFILL_MS_MAX = 86_400_000
-TOKENS_MAX = 100_000_000
 HEADS_MAX = 256
 HEAD_DIM_MAX = 512
 UNLIMITED_SESSIONS = (1 << 31) - 1
@@ -85,8 +85,8 @@ def lookup(call: Call) -> Answer:
         if at + 1 >= call.count:
             raise ReplyError("ERR KV.PREFIX.LOOKUP option needs a value")
         if option == "TOKENS":
-            refusal = f"ERR TOKENS out of range (0..{TOKENS_MAX})"
-            tokens = call.integer(at + 1, 0, TOKENS_MAX, refusal)
+            refusal = f"ERR TOKENS out of range (0..{RESTORED_TOKENS_MAX})"
+            tokens = call.integer(at + 1, 0, RESTORED_TOKENS_MAX, refusal)
         else:
             prefill_ms = _milliseconds(call, at + 1)
     namespace = _any_name(call, 0)
@@ -125,7 +125,9 @@ def blocks(call: Call) -> Answer:
 def membership(call: Call) -> Answer:
     """`KV.PREFIX.MEMBERSHIP ns count hashes`: a bit for each."""
     namespace = namespace_of(call, 0)
-    count = call.integer(1, 0, HASHES_MAX, f"ERR hash_count out of range (0..{HASHES_MAX})")
+    count = call.integer(
+        1, 0, TABLE_HASHES_MAX, f"ERR hash_count out of range (0..{TABLE_HASHES_MAX})"
+    )
     if len(call.arguments[2]) != 8 * count:
         raise ReplyError("ERR hash_blob length mismatch")
     bitmap = call.services.store.membership(call.tenant, namespace, call.raw(2))
@@ -226,8 +228,8 @@ def attention(call: Call) -> "dict[str, int | str]":
 
 def namespace_of(call: Call, index: int) -> str:
     """Returns an argument that names a prefix, of a length that one may have."""
-    if not 1 <= len(call.arguments[index]) <= NAME_BYTES_MAX:
-        raise ReplyError(f"ERR ns_key length must be 1..{NAME_BYTES_MAX}")
+    if not 1 <= len(call.arguments[index]) <= NAMESPACE_BYTES_MAX:
+        raise ReplyError(f"ERR ns_key length must be 1..{NAMESPACE_BYTES_MAX}")
     namespace = call.text(index)
     if not is_text(namespace):
         raise ReplyError("ERR ns_key must be UTF-8")
@@ -262,8 +264,8 @@ def _blocks(call: Call, at: int) -> Table:
         raise ReplyError("ERR BLOCKS requires: block_size hash_count hash_blob")
     refusal = f"ERR BLOCKS block_size out of range (1..{BLOCK_TOKENS_MAX})"
     size = call.integer(at + 1, 1, BLOCK_TOKENS_MAX, refusal)
-    refusal = f"ERR BLOCKS hash_count out of range (0..{HASHES_MAX})"
-    count = call.integer(at + 2, 0, HASHES_MAX, refusal)
+    refusal = f"ERR BLOCKS hash_count out of range (0..{TABLE_HASHES_MAX})"
+    count = call.integer(at + 2, 0, TABLE_HASHES_MAX, refusal)
     if len(call.arguments[at + 3]) != 8 * count:
         raise ReplyError("ERR BLOCKS hash_blob length mismatch")
     return Table(BlockTable(size, call.raw(at + 3)), at + 4)

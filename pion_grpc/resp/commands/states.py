@@ -3,8 +3,8 @@
 from pion_grpc.core.states import LAYER_MAX
 from pion_grpc.resp.command import Answer, Call, StreamedValue, for_all, is_text
 from pion_grpc.resp.reply import OK, ReplyError
+from pion_wire.limits import NAMESPACE_BYTES_MAX
 
-_SESSION_BYTES_MAX = 200
 _INVALID_LAYER = "ERR invalid layer_id (must be >= 0)"
 
 
@@ -41,8 +41,8 @@ def drop(call: Call) -> Answer:
 
 def _session(call: Call) -> str:
     name = call.text(0)
-    if not 1 <= len(call.arguments[0]) <= _SESSION_BYTES_MAX or not is_text(name):
-        raise ReplyError(f"ERR session id must be 1..{_SESSION_BYTES_MAX} bytes of UTF-8")
+    if not 1 <= len(call.arguments[0]) <= NAMESPACE_BYTES_MAX or not is_text(name):
+        raise ReplyError(f"ERR session id must be 1..{NAMESPACE_BYTES_MAX} bytes of UTF-8")
     return name
 
 

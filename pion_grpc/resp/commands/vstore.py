@@ -9,7 +9,7 @@ from pion_grpc.core.sessions import LayerInfo, SessionInfo, SessionReading, Wron
 from pion_grpc.core.snapshots import NoFreeSnapshot
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, RowsOutOfRange
 from pion_grpc.resp.command import Answer, Call, Streamed, Where, for_all, is_text
-from pion_grpc.resp.commands.formats import label, parse_specs, rope_of, stored_as
+from pion_grpc.resp.commands.formats import WIDTH_MAX, label, parse_specs, rope_of, stored_as
 from pion_grpc.resp.commands.prefixes import lines
 from pion_grpc.resp.reply import (
     CRLF,
@@ -23,7 +23,6 @@ from pion_grpc.resp.reply import (
 )
 from pion_wire.layout import DType
 
-WIDTH_MAX = 8_192
 LAYERS_MAX = 80
 ROWS_MAX = 200_000
 IDS_MAX = 1_024
