@@ -100,13 +100,23 @@ def test_a_lease_of_one_server_holds_for_the_other(start: Start) -> None:
 
 
 def test_of_two_stores_of_one_name_one_wins_and_the_other_is_told(start: Start) -> None:
-    with Wire(start("a").address) as one, Wire(start("b").address) as other:
-        same = [Halfway(one, Sample("two/same", 500, LARGE))]
-        same.append(Halfway(other, Sample("two/same", 500, LARGE)))
+    a, b = start("a"), start("b")
+    with Wire(a.address) as one, Wire(b.address) as other:
+
+        def halfway(first: Sample, second: Sample) -> list[Halfway]:
+            segments = a.directory / "segments"
+            there = len(os.listdir(segments))
+            stores = [Halfway(one, first), Halfway(other, second)]
+            eventually(lambda: len(os.listdir(segments)) == there + 2)  # both have been begun
+            return stores
+
+        same = halfway(Sample("two/same", 500, LARGE), Sample("two/same", 500, LARGE))
         answers = [store.finish() for store in same]
         assert sorted(answer.already_stored for answer in answers) == [False, True]
-        different = [Halfway(one, Sample("two/other", 500, LARGE))]
-        different.append(Halfway(other, Sample("two/other", 500, LARGE, version=1)))
+        eventually(lambda: len(os.listdir(a.directory / "segments")) == 1)
+        different = halfway(
+            Sample("two/other", 500, LARGE), Sample("two/other", 500, LARGE, version=1)
+        )
         first, second = (store.finish() for store in different)
         assert not first.already_stored
         assert refused(lambda: raising(second)).reason == "CONFLICT"

@@ -32,8 +32,8 @@ type PrefixStoreRegisterRequest struct {
 	ModelId string `protobuf:"bytes,3,opt,name=model_id,json=modelId,proto3" json:"model_id,omitempty"`
 	// The caller's hashes; absent leaves an existing table.
 	Table *BlockTable `protobuf:"bytes,4,opt,name=table,proto3" json:"table,omitempty"`
-	// How long the prefill of these tokens took, 0 to 86,400,000; 0 means not measured. Kept in memory
-	// until the server restarts.
+	// How long the prefill of these tokens took, 0 to 86,400,000; 0 means not measured. Kept with the
+	// prefix.
 	PrefillMs     float64 `protobuf:"fixed64,5,opt,name=prefill_ms,json=prefillMs,proto3" json:"prefill_ms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2649,7 +2649,7 @@ func (x *PrefixStoreSnapshotRequest) GetNamespace() string {
 // A snapshot.
 type PrefixStoreSnapshotResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Above 0, never used again by this process.
+	// Above 0, never used again on this data directory.
 	SnapshotId    uint64 `protobuf:"varint,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -35,8 +35,8 @@ class PrefixStoreRegisterRequest(_message.Message):
     model_id: _builtins.str
     """The model that computes it; may be empty until a Store names it."""
     prefill_ms: _builtins.float
-    """How long the prefill of these tokens took, 0 to 86,400,000; 0 means not measured. Kept in memory
-    until the server restarts.
+    """How long the prefill of these tokens took, 0 to 86,400,000; 0 means not measured. Kept with the
+    prefix.
     """
     @_builtins.property
     def layout(self) -> _types_pb2.Layout:
@@ -1504,7 +1504,7 @@ class PrefixStoreSnapshotResponse(_message.Message):
 
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.int
-    """Above 0, never used again by this process."""
+    """Above 0, never used again on this data directory."""
     def __init__(
         self,
         *,
