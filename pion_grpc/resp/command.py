@@ -20,7 +20,8 @@ from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.blobs import WrittenBlob
 from pion_grpc.core.copying import Copier
-from pion_grpc.core.keyspace import Keys, Keyspace
+from pion_grpc.core.keys import Keys
+from pion_grpc.core.keyspace import Keyspace
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.sessions import Sessions
 from pion_grpc.core.states import RecurrentStates

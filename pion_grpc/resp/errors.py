@@ -6,7 +6,7 @@ A reply begins with a code word that clients branch on; what follows is for peop
 
 import structlog
 
-from pion_grpc.core.keyspace import KeyspaceError, WrongKind
+from pion_grpc.core.key_values import KeyspaceError, WrongKind
 from pion_grpc.errors import PionError
 from pion_grpc.resp.reply import Error, ReplyError
 from pion_wire.layout import LayoutError

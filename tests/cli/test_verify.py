@@ -16,7 +16,8 @@ import pytest
 
 from pion_client import Client
 from pion_grpc.core.checkup import check_directory
-from pion_grpc.core.keyspace import Keys, Keyspace, Work
+from pion_grpc.core.keys import Keys
+from pion_grpc.core.keyspace import Keyspace, Work
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.errors import CannotStart
 from pion_grpc.storage.catalog import SCHEMA_VERSION

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pion_grpc.core.keyspace import matches
+from pion_grpc.core.patterns import matches
 from tests.resp.conftest import Resp
 from tests.resp.wire import Refused, Wire
 

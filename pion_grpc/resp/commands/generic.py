@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from pion_grpc.core.keyspace import Kind, NoSuchKey, matches
+from pion_grpc.core.key_values import NoSuchKey
+from pion_grpc.core.keys import Kind
+from pion_grpc.core.patterns import matches
 from pion_grpc.resp.command import (
     Answer,
     Call,

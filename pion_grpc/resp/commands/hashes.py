@@ -1,6 +1,7 @@
 """Hashes: fields and values of one key."""
 
-from pion_grpc.core.keyspace import Kind, parse_float
+from pion_grpc.core.keys import Kind
+from pion_grpc.core.numbers import parse_float
 from pion_grpc.resp.command import (
     Answer,
     Call,

@@ -1,6 +1,6 @@
 """Lists: values with two ends. Nothing here waits for a value to come."""
 
-from pion_grpc.core.keyspace import NoSuchKey
+from pion_grpc.core.key_values import NoSuchKey
 from pion_grpc.resp.command import Answer, Call, Where, reader, syntax_error, writer
 from pion_grpc.resp.reply import NIL_ARRAY, OK, ReplyError
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pion_grpc.core.keyspace import Kind
+from pion_grpc.core.keys import Kind
 from pion_grpc.resp.command import Answer, Call, Where, reader, syntax_error, writer
 from pion_grpc.resp.commands.generic import scan_cursor, scan_options
 from pion_grpc.resp.reply import Reply

@@ -3,13 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pion_grpc.core.keyspace import (
-    Kind,
-    NotANumber,
-    ScoreRules,
-    ScoreSpan,
-    parse_float,
-)
+from pion_grpc.core.key_values import NotANumber, ScoreRules, ScoreSpan
+from pion_grpc.core.keys import Kind
+from pion_grpc.core.numbers import parse_float
 from pion_grpc.resp.command import Answer, Call, Where, reader, syntax_error, writer
 from pion_grpc.resp.commands.generic import scan_cursor, scan_options
 from pion_grpc.resp.reply import Reply, ReplyError

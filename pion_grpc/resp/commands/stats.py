@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pion_grpc.core.keyspace import matches
+from pion_grpc.core.patterns import matches
 from pion_grpc.core.receipt import Receipt
 from pion_grpc.resp.command import Answer, Call, Command, Where, for_all
 from pion_grpc.resp.commands.connection import REDIS_VERSION, may_see

@@ -1,6 +1,8 @@
 """Strings. A value above 64 KiB comes as a file that has it already, and goes as a streamed reply."""
 
-from pion_grpc.core.keyspace import STRING_BYTES_MAX, LargeValue, Value, parse_float
+from pion_grpc.core.key_values import LargeValue, Value
+from pion_grpc.core.keys import STRING_BYTES_MAX
+from pion_grpc.core.numbers import parse_float
 from pion_grpc.resp.command import (
     Answer,
     Call,
