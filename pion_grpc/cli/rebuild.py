@@ -7,8 +7,9 @@ from rich.console import Console
 
 from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.cli.output import counted, printable, progress, show, size, table
-from pion_grpc.core.rebuild import NOT_ADOPTED, rebuild
+from pion_grpc.core.rebuild import rebuild
 from pion_grpc.errors import DiskFull
+from pion_grpc.storage.directory import NOT_ADOPTED
 
 
 def rebuild_catalogue(options: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ from pion_grpc.storage.catalog import (
     PrefixRow,
     Transaction,
 )
-from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.storage.directory import NOT_ADOPTED, DataDirectory
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import CheckedRun, OpenFile, disk_errors, open_segment
 from pion_wire import limits
@@ -58,7 +58,6 @@ from pion_wire.blocks import common_tokens
 from pion_wire.layout import Layout
 from pion_wire.segment import SegmentError, SegmentLayout, header_length, parse_header
 
-NOT_ADOPTED = "not-adopted"
 REASONS = "reasons.jsonl"
 """One line for each file that was set aside: where it was, where it is, and why."""
 _NUMBERED = re.compile(r"[0-9a-f]{12}-(\d+)(?:-(\d+))?\.safetensors")

@@ -42,6 +42,7 @@ from pion_grpc.storage.catalog import (
     PrefixRow,
     Transaction,
 )
+from pion_grpc.storage.directory import is_own
 from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import SideCounts, Sides
 from pion_grpc.storage.snapshot import write_snapshot
@@ -462,10 +463,7 @@ class Sessions:
             OverBudget, DiskFull: there is no room for it.
         """
         path = PurePosixPath(name)  # without "." and empty components
-        # File systems may fold case, so that CATALOG.DB is the catalogue.
-        if not (_PATH.fullmatch(name) and path.parts) or (
-            path.parts[0].casefold().startswith(_OWN_NAMES)
-        ):
+        if not (_PATH.fullmatch(name) and path.parts) or is_own(path):
             raise InvalidRequest(
                 "path", "must be relative to the data directory, and no name of its own"
             )
@@ -476,7 +474,8 @@ class Sessions:
         try:
             write_snapshot(self._catalog, directory, self._workshop.files, target, free)
         except OSError as error:
-            raise DiskFull(f"{name!r} cannot be written: {error}") from error
+            # Without its file names: they are this machine's, and nobody's on the wire.
+            raise DiskFull(f"{name!r} cannot be written: {error.strerror or error}") from error
         space.measure()
 
     # -- parts of the above
@@ -613,16 +612,6 @@ class SessionReading:
 
 _ROWS_OF_ANY_SEGMENT = 1 << 31
 _PATH = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|\Z))[^\x00-\x1f\x7f]{1,1000}")
-_OWN_NAMES = (
-    "catalog.db",
-    "segments",
-    "rows",
-    "blobs",
-    "export",
-    "run",
-    "host-token",
-    "not-adopted",
-)
 
 
 def _sides(transaction: Transaction, row: PrefixRow) -> frozenset[Side]:

@@ -29,11 +29,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pion_grpc.errors import CannotStart
 
 HOST_TOKEN_BYTES = 32
+NOT_ADOPTED = "not-adopted"
+OWN_NAMES = frozenset({"segments", "rows", "blobs", "export", "run", NOT_ADOPTED, "host-token"})
+"""What belongs to the server in its directory, beside all names that begin with `catalog.db`."""
 _DATABASE = ("catalog.db", "catalog.db-wal", "catalog.db-shm")
 _WRITTEN = re.compile("[0-9a-f]{12}-")
 NETWORK_FILE_SYSTEMS = {
@@ -308,6 +311,13 @@ class DataDirectory:
 def _unusable(path: Path, error: OSError) -> CannotStart:
     where = "" if error.filename in (None, str(path)) else f" ({error.filename})"
     return CannotStart(f"cannot use the data directory {path}: {error.strerror}{where}")
+
+
+def is_own(path: PurePosixPath) -> bool:
+    """Says whether a path inside a data directory is the server's, or leads through what is."""
+    # File systems may fold case, so that CATALOG.DB is the catalogue.
+    first = path.parts[0].casefold()
+    return first in OWN_NAMES or first.startswith(_DATABASE[0])
 
 
 def rebuild_command(path: Path) -> str:

@@ -48,13 +48,15 @@ def write_snapshot(
 ) -> int:
     """Writes a snapshot to `target`, on stable storage, and returns its bytes.
 
-    An older snapshot there is replaced; anything else stays, whatever it is.
+    An older snapshot there is replaced; anything else stays, whatever it is. No directory is made.
 
     Raises:
         OSError: it cannot be written, would replace something, or have more than `bytes_max` bytes.
     """
     if os.path.lexists(target) and not (target.is_file() and is_snapshot(target)):
         raise FileExistsError(f"{target.name} exists and is not a snapshot")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {directory.name_of(target.parent)!r}")
     # Beginning with the instance, so that whoever cleans up after this process knows it.
     with tempfile.TemporaryDirectory(
         prefix=f"{directory.instance}-snapshot-", dir=directory.run, ignore_cleanup_errors=True

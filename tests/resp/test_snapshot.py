@@ -119,6 +119,8 @@ def test_what_has_no_sessions_is_not_said_to_have_failed(
     ["/tmp/x", "~/x", "..", "../x", "a/../x", "a/..", "a\nb", "", "catalog.db", "catalog.db-wal",
      "segments/x", "rows/x", "blobs/x", "run/x.lock", "host-token", b"a\0b",
      ".", "./", "./catalog.db", ".//.//catalog.db", "catalog.db/", "catalog.db/.", "./catalog.db-wal",
+     "segments", "run", "export/x", "not-adopted/x", "Not-Adopted", "EXPORT", "catalog.db-journal",
+     "catalog.db.pion",
      "CATALOG.DB", "./Catalog.db", "\u017fegments/x", "./segments/x", "./Rows//x", "./host-token"],
 )  # fmt: skip
 def test_no_path_leads_out_of_the_directory_or_onto_its_files(
@@ -131,6 +133,25 @@ def test_no_path_leads_out_of_the_directory_or_onto_its_files(
     assert wire("KV.PREFIX.SAVE", path) == REFUSED
     assert contents(wire) == expected
     assert not Path("/tmp/x").exists()
+
+
+def test_a_name_that_only_begins_like_one_of_the_servers_own_is_not_refused(
+    start_resp: Callable[..., Resp],
+) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    fill(wire)
+    expected = contents(wire)
+    data = resp.store.directory.path
+    (data / "deep").mkdir()
+    names = (
+        "runs.pion", "exported-2026.pion", "segments.tar", "rows-of-monday", "blobs.bak", "catalog",
+        "host-token.pion", "not-adopted.pion", "deep/run", "deep/catalog.db",
+    )  # fmt: skip
+    for name in names:
+        assert wire("KV.PREFIX.SAVE", name) == "OK", name
+        assert is_snapshot(data / name), name
+    assert contents(wire) == expected
 
 
 def test_a_word_too_many_saves_nothing(start_resp: Callable[..., Resp]) -> None:
@@ -165,10 +186,27 @@ def test_nothing_but_an_older_snapshot_is_replaced(start_resp: Callable[..., Res
 
 
 def test_a_directory_that_is_not_there_is_an_error(start_resp: Callable[..., Resp]) -> None:
-    wire = start_resp().connect()
+    resp = start_resp()
+    wire = resp.connect()
     fill(wire)
-    assert wire("KV.PREFIX.SAVE", "nowhere/x").text.startswith("ERR KV.PREFIX.SAVE failed (")
+    data = resp.store.directory.path
+    (data / "notes").write_text("of somebody else")
+    before = set(data.iterdir())
+    for name in ("nowhere", "notes", "no/where"):
+        assert wire("KV.PREFIX.SAVE", f"{name}/x") == Refused(
+            f"ERR KV.PREFIX.SAVE failed ('{name}/x' cannot be written: there is no directory '{name}')"
+        )
+    assert set(data.iterdir()) == before
     assert wire("KV.PREFIX.LOOKUP", "one") == "HIT"
+
+
+def test_no_error_names_the_files_of_the_machine(start_resp: Callable[..., Resp]) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    name = "n" * 300  # more than file systems take
+    assert wire("KV.PREFIX.SAVE", name) == Refused(
+        f"ERR KV.PREFIX.SAVE failed ('{name}' cannot be written: File name too long)"
+    )
 
 
 def test_a_snapshot_that_does_not_fit_evicts_nothing(start_resp: Callable[..., Resp]) -> None:
