@@ -18,6 +18,7 @@ from pion_grpc.core.values import LookupQuery, LookupResult, MatchQuery, MatchRe
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import OverBudget
 from pion_grpc.storage.catalog import PrefixRow, Transaction, unix_ms
+from pion_grpc.storage.leases import Leases
 from pion_wire.blocks import common_tokens, root_hash
 
 Answer = TypeVar("Answer")
@@ -51,7 +52,7 @@ def add_lease(transaction: Transaction, prefix: int, lease_ms: int) -> bytes:
     if transaction.by_id(prefix) is None:
         return b""
     lease = secrets.token_bytes(16)
-    transaction.add_lease(lease, prefix, unix_ms() + lease_ms)
+    Leases(transaction).add(lease, prefix, unix_ms() + lease_ms)
     return lease
 
 

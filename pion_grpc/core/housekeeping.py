@@ -12,6 +12,7 @@ from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import DiskFull, OverBudget
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import unix_ms
+from pion_grpc.storage.leases import Leases
 from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
 
@@ -46,11 +47,11 @@ def end_leases(workshop: Workshop) -> None:
     """Ends leases whose time is up, and removes what waited for them."""
     with workshop.catalog.read() as transaction:
         waiting = transaction.hidden()
-        expired = transaction.has_expired_leases(unix_ms())
+        expired = Leases(transaction).has_expired(unix_ms())
         expired = expired or Blobs(transaction).has_expired_leases()
     if waiting or expired:
         with workshop.catalog.write() as transaction:
-            transaction.end_leases(unix_ms())
+            Leases(transaction).end_expired(unix_ms())
             Blobs(transaction).collect()
             for row in waiting:
                 workshop.space.collect(transaction, row.id)

@@ -25,6 +25,7 @@ from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files
+from pion_grpc.storage.leases import Leases
 from pion_grpc.storage.states import States
 
 CATALOG_HEADROOM_BYTES = 4 << 20
@@ -239,7 +240,7 @@ class Space:
                 or row.visible
                 or row.state == "open"
                 or transaction.children(prefix)
-                or transaction.is_leased(prefix, unix_ms())
+                or Leases(transaction).is_leased(prefix, unix_ms())
                 or transaction.is_reserved(prefix)
             ):
                 return

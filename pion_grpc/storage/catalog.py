@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import apsw
 
 from pion_grpc.errors import CannotStart, DiskFull
-from pion_grpc.storage import blobs, copies, keyspace, row_snapshots, sides, states
+from pion_grpc.storage import blobs, copies, keyspace, leases, row_snapshots, sides, states
 from pion_grpc.storage.directory import rebuild_command
 from pion_grpc.storage.files import Files
 
@@ -94,10 +94,6 @@ CREATE TABLE extent (
   PRIMARY KEY (prefix, tensor, serial)
 ) WITHOUT ROWID;
 CREATE INDEX extent_file ON extent (prefix, file);
-CREATE TABLE lease (
-  id BLOB PRIMARY KEY, prefix INTEGER NOT NULL REFERENCES prefix (id), expires_unix_ms INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX lease_prefix ON lease (prefix);
 CREATE TABLE reservation (
   id INTEGER PRIMARY KEY AUTOINCREMENT, owner TEXT NOT NULL, tenant TEXT NOT NULL,
   prefix INTEGER NOT NULL, bytes INTEGER NOT NULL
@@ -505,6 +501,7 @@ _MIGRATIONS = (
     "".join(
         (
             _SCHEMA,
+            leases.SCHEMA,
             sides.SCHEMA,
             row_snapshots.SCHEMA,
             blobs.SCHEMA,
@@ -853,31 +850,7 @@ class Transaction:
             ((prefix, *extent) for extent in extents),
         )
 
-    # -- leases, reservations, garbage, usage
-
-    def add_lease(self, lease: bytes, prefix: int, expires_unix_ms: int) -> None:
-        """Keeps a prefix readable until then."""
-        self.run("INSERT INTO lease VALUES (?, ?, ?)", (lease, prefix, expires_unix_ms))
-
-    def end_leases(self, now_unix_ms: int) -> int:
-        """Removes expired leases and returns how many."""
-        self.run("DELETE FROM lease WHERE expires_unix_ms <= ?", (now_unix_ms,))
-        return self._connection.changes()
-
-    def has_expired_leases(self, now_unix_ms: int) -> bool:
-        """Says whether `end_leases` has something to do."""
-        return bool(
-            self.all("SELECT 1 FROM lease WHERE expires_unix_ms <= ? LIMIT 1", (now_unix_ms,))
-        )
-
-    def is_leased(self, prefix: int, now_unix_ms: int) -> bool:
-        """Says whether a lease keeps a prefix."""
-        return bool(
-            self.all(
-                "SELECT 1 FROM lease WHERE prefix = ? AND expires_unix_ms > ? LIMIT 1",
-                (prefix, now_unix_ms),
-            )
-        )
+    # -- reservations, garbage, usage
 
     def reserve(self, owner: str, tenant: str, prefix: int, size: int) -> int:
         """Counts bytes that are about to be written to a live prefix; returns the reservation."""

@@ -20,6 +20,7 @@ from pion_grpc.storage.catalog import (
     unix_ms,
 )
 from pion_grpc.storage.files import PowerCut
+from pion_grpc.storage.leases import Leases
 
 
 @pytest.fixture
@@ -302,7 +303,7 @@ def test_only_what_nothing_needs_may_be_evicted(catalog: Catalog) -> None:
     child = insert(catalog, "child", parent=parent)
     leased, written, empty = (insert(catalog, n) for n in ("leased", "written", "empty"))
     with catalog.write() as transaction:
-        transaction.add_lease(b"l" * 16, leased, unix_ms() + 60_000)
+        Leases(transaction).add(b"l" * 16, leased, unix_ms() + 60_000)
         transaction.reserve("me", "t", written, 5)
         transaction.update(empty, disk_bytes=0)
         open_one = transaction.insert(new("open")._replace(state="open", visible=False))
