@@ -8,6 +8,7 @@ over the default. An empty variable counts as not set.
 import dataclasses
 import ipaddress
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,19 @@ class Address(NamedTuple):
     host: str = ""
     port: int = 0
     path: str = ""
+
+    def __str__(self) -> str:
+        """As it is written."""
+        if self.path:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        """Of the sockets that listen there."""
+        if self.path:
+            return socket.AF_UNIX
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
     @property
     def is_local(self) -> bool:
@@ -288,14 +302,13 @@ class Config:
     """The password itself, for command lines with a flag for it. Not a setting: `serve` has none."""
 
     def __post_init__(self) -> None:
-        for name, parse in (("listen", _listen), ("resp", _listen_or_not)):
-            text = getattr(self, name)
+        for name in ("listen", "resp") if self.resp else ("listen",):
             try:
-                parse(text)
+                address = parse_address(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"--{name}: {error}") from error
-            directory = Path(text.removeprefix("unix:")).parent
-            if text.startswith("unix:") and directory != self.data and not directory.is_dir():
+            directory = Path(address.path).parent
+            if address.path and directory != self.data and not directory.is_dir():
                 raise ValueError(f"--{name}: there is no directory {directory} to put a socket in")
         if self.disk_budget < 16 << 20:
             raise ValueError("--disk-budget: at least 16 MiB, for the catalogue")
@@ -315,13 +328,23 @@ class Config:
             raise ValueError("--tls-cert and --tls-key: give both, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("--tls-client-ca: the server needs a certificate, too: --tls-cert")
-        if self.tls_cert is not None and self.listen.startswith("unix:"):
+        if self.tls_cert is not None and self.grpc_address.path:
             raise ValueError("--tls-cert: a Unix socket has no TLS: listen on HOST:PORT")
         if self.fa_window < 0:
             raise ValueError("--fa-window: 0 or more")
         for name in ("stall_ms", "drain_ms", "grace_ms"):
             if not 0 <= getattr(self, name) <= 3_600_000:
                 raise ValueError(f"--{name.replace('_', '-')}: 0 to 3600000")
+
+    @property
+    def grpc_address(self) -> Address:
+        """Where the gRPC side listens."""
+        return parse_address(self.listen)
+
+    @property
+    def resp_address(self) -> Address | None:
+        """Where the RESP side listens; None without one."""
+        return parse_address(self.resp) if self.resp else None
 
     @property
     def exports(self) -> bool:

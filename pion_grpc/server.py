@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pion_grpc import __version__, backends
-from pion_grpc.config import ONE_OWNER, Config, parse_address
+from pion_grpc.config import ONE_OWNER, Address, Config
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
@@ -140,7 +140,7 @@ class Server:
         )
         self._health = health.HealthServicer(experimental_thread_pool=self._health_pool)
         self._add_services(credentials)
-        self.address = self._bind(config.listen, certificates)
+        self.address = self._bind(config.grpc_address, certificates)
         self.resp = self._resp_server(access, files_max // 2)
 
     def start(self) -> None:
@@ -255,30 +255,28 @@ class Server:
             [*self._services[1:], health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
         )
 
-    def _bind(self, listen: str, certificates: Certificates | None) -> str:
+    def _bind(self, listen: Address, certificates: Certificates | None) -> str:
         if self._worker is not None and not self._worker.serves_grpc(listen):
             return ""
-        if listen.startswith("unix:"):
-            remove_dead_socket(Path(listen.removeprefix("unix:")))
+        if listen.path:
+            remove_dead_socket(Path(listen.path))
         try:
             if certificates is None:
-                port = self._server.add_insecure_port(listen)
+                port = self._server.add_insecure_port(str(listen))
             else:
-                port = self._server.add_secure_port(listen, certificates.credentials())
+                port = self._server.add_secure_port(str(listen), certificates.credentials())
         except RuntimeError as error:
             self.store.close()
             raise CannotStart(f"cannot listen on {listen}: {_why_not(listen)}") from error
-        if listen.startswith("unix:"):
-            return listen
-        host, _, _ = listen.rpartition(":")
-        return f"{host}:{port}"
+        return str(listen._replace(port=port))
 
     def _resp_server(self, access: Access, clients_max: int) -> RespServer | None:
         config = self._config
-        if not config.resp:
+        listen = config.resp_address
+        if listen is None:
             return None
         settings = RespSettings(
-            listen=config.resp,
+            listen=listen,
             sides_max=config.max_sessions,
             namespace_prefix=config.ns_prefix,
             memory_max=config.disk_budget,
@@ -365,14 +363,12 @@ def serve(config: Config, worker: Worker | None = None) -> None:
         os._exit(status)  # threads of libraries may linger; everything of ours is closed
 
 
-def _why_not(listen: str) -> str:
-    """Says why an address cannot be listened on, as well as that can be known afterwards."""
-    host = listen.rpartition(":")[0].strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    if listen.startswith("unix:"):
+def _why_not(listen: Address) -> str:
+    """Says the likely reason why an address cannot be listened on: gRPC does not tell it."""
+    if listen.path:
         return "is another server there?"
     try:
-        with socket.create_server((host, 0), family=family):
+        with socket.create_server((listen.host, 0), family=listen.family):
             return "is another server there?"
     except OSError as error:
         return f"this machine does not have that address, or not yet ({error.strerror})"
@@ -382,20 +378,23 @@ def check_exposure(config: Config, password: str) -> None:
     """Raises CannotStart for an address beyond this host that anyone could use."""
     if password:
         return
-    for listen, closed in ((config.listen, config.knows_clients), (config.resp, False)):
-        if not listen or closed or parse_address(listen).is_local:
+    for listen, closed in (
+        (config.grpc_address, config.knows_clients),
+        (config.resp_address, False),
+    ):
+        if listen is None or closed or listen.is_local:
             continue
         if not config.insecure_bind:
             instead = (
                 ""
-                if listen == config.resp
+                if listen == config.resp_address
                 else "or have clients show a certificate (--tls-client-ca), "
             )
             raise CannotStart(
                 f"{listen} can be reached from other hosts and no password is set: set PION_PASSWORD "
                 f"or --password-file, {instead}or listen on 127.0.0.1; --insecure-bind overrides"
             )
-        _log.warning("anyone who can reach this address may read and write", listen=listen)
+        _log.warning("anyone who can reach this address may read and write", listen=str(listen))
 
 
 def certificates_of(config: Config) -> Certificates | None:

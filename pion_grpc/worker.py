@@ -27,9 +27,9 @@ from typing import IO, Any
 import structlog
 
 from pion_grpc import __version__
-from pion_grpc.config import Config, parse_address
+from pion_grpc.config import Address, Config
 from pion_grpc.errors import CannotStart
-from pion_grpc.resp.sockets import Block, bind_blocks, port_of
+from pion_grpc.resp.sockets import Block, bind_blocks, bound_address
 
 RESTART_S = 1.0
 """A worker that died is started again after so long: one that cannot start does not take a core."""
@@ -53,9 +53,9 @@ class Worker:
         """Whether gRPC's port is every worker's."""
         return sys.platform == "linux"
 
-    def serves_grpc(self, listen: str) -> bool:
+    def serves_grpc(self, listen: Address) -> bool:
         """Whether this worker serves an address over gRPC."""
-        return self.index == 0 or (self.shares_grpc and not listen.startswith("unix:"))
+        return self.index == 0 or (self.shares_grpc and not listen.path)
 
 
 def supervise(config: Config) -> int:
@@ -65,11 +65,12 @@ def supervise(config: Config) -> int:
         CannotStart: an address cannot be bound, or a worker does not come up.
     """
     os.umask(0o077)
-    blocks = bind_blocks(config.resp, config.workers) if config.resp else []
-    grpc_port = _reserved(config)
+    resp = config.resp_address
+    blocks = bind_blocks(resp, config.workers) if resp else []
+    grpc_port = _reserved(config.grpc_address)
     if grpc_port is not None:
-        host = config.listen.rpartition(":")[0]
-        config = dataclasses.replace(config, listen=f"{host}:{port_of(grpc_port)}")
+        address = bound_address(grpc_port, config.grpc_address)
+        config = dataclasses.replace(config, listen=str(address))
     return _Supervisor(config, blocks).run()
 
 
@@ -104,11 +105,8 @@ class _Supervisor:
     def _addresses(self) -> dict[str, Any]:
         config = self._config
         shown: dict[str, Any] = {"grpc": config.listen}
-        if self._blocks:
-            bound = self._blocks[0].resp
-            host = config.resp.rpartition(":")[0]
-            unix = bound.family == socket.AF_UNIX
-            shown["resp"] = config.resp if unix else f"{host}:{port_of(bound)}"
+        if config.resp_address:
+            shown["resp"] = str(bound_address(self._blocks[0].resp, config.resp_address))
         return shown | {"workers": config.workers, "data": str(config.data.resolve())}
 
     def _start(self, index: int) -> bool:
@@ -151,20 +149,17 @@ class _Supervisor:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
         status = max((process.wait() for process in self._processes.values()), default=0)
-        for name in {self._config.resp, self._config.listen}:
-            if name.startswith("unix:"):
-                Path(name.removeprefix("unix:")).unlink(missing_ok=True)
+        for address in (self._config.resp_address, self._config.grpc_address):
+            if address and address.path:
+                Path(address.path).unlink(missing_ok=True)
         return status
 
 
-def _reserved(config: Config) -> socket.socket | None:
+def _reserved(address: Address) -> socket.socket | None:
     """Returns a socket that keeps a port free for all workers, if any port will do."""
-    if config.listen.startswith("unix:") or sys.platform != "linux":
+    if address.path or address.port or sys.platform != "linux":
         return None
-    address = parse_address(config.listen)
-    if address.port:
-        return None
-    kept = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+    kept = socket.socket(address.family)
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     kept.bind((address.host, 0))
     return kept

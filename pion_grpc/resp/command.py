@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from pion_grpc.config import Address
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.blobs import WrittenBlob
@@ -128,8 +129,8 @@ class Facts:
 class RespSettings:
     """What can be set about this wire."""
 
-    listen: str
-    """HOST:PORT, or unix:PATH; port 0 picks one."""
+    listen: Address
+    """Port 0 picks one."""
     sides_max: int = 0
     """Sides that may be declared, the least recently used going first; 0: no limit."""
     namespace_prefix: str = ""

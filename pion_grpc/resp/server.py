@@ -29,7 +29,7 @@ from pion_grpc.resp.connection import Connection, Engine
 from pion_grpc.resp.dispatch import Dispatcher
 from pion_grpc.resp.lane import LaneConnection, LaneEngine
 from pion_grpc.resp.protocol import RequestLimits
-from pion_grpc.resp.sockets import BACKLOG, Block, address_of, bind_blocks, port_of
+from pion_grpc.resp.sockets import BACKLOG, Block, bind_blocks, bound_address, port_of
 
 WORKERS = 8
 """Threads that move bytes: as many clients are served from disk at once."""
@@ -61,7 +61,7 @@ class RespServer:
         self.keyspace = Keyspace(store)
         self._owns_address = sockets is None
         self._sockets = sockets or bind_blocks(settings.listen, 1)[0]
-        self.address = address_of(self._sockets.resp, settings.listen)
+        self.address = str(bound_address(self._sockets.resp, settings.listen))
         self._paused_until = 0.0
         self._loop = uvloop.new_event_loop()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="resp")
@@ -166,9 +166,9 @@ class RespServer:
             server.close()
         for frames in list(self._lane_engine.connections):
             frames.abort()
-        if self._settings.listen.startswith("unix:") and self._owns_address:
+        if self._settings.listen.path and self._owns_address:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._settings.listen.removeprefix("unix:"))
+                os.unlink(self._settings.listen.path)
         for connection in list(self._connections):
             connection.finish()
         deadline = self._loop.time() + 1.0

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import structlog
 
+from pion_grpc.config import Address
 from pion_grpc.errors import CannotStart
 from pion_grpc.resp.lane import RECEIVE_BUFFER_BYTES
 
@@ -27,7 +28,7 @@ class Block(NamedTuple):
     affinity: socket.socket | None = None
 
 
-def bind_blocks(listen: str, workers: int) -> list[Block]:
+def bind_blocks(listen: Address, workers: int) -> list[Block]:
     """Returns the sockets of each worker; with port 0 a run of ports that are all free.
 
     RESP and the binary lane are the same sockets for all of them. The ports behind a given one may be
@@ -36,14 +37,14 @@ def bind_blocks(listen: str, workers: int) -> list[Block]:
     Raises:
         CannotStart: the address itself cannot be bound.
     """
-    any_port = listen.endswith(":0")
+    any_port = not listen.path and listen.port == 0
     for _ in range(DRAWS_MAX if any_port else 1):
         resp = bind(listen)
         if resp.family == socket.AF_UNIX:
             return [Block(resp)] * workers
-        host, port = listen.rpartition(":")[0], port_of(resp)
-        lane = _bound_if_free(host, port + 1)
-        own = [_bound_if_free(host, port + 2 + worker) for worker in range(workers)]
+        port = port_of(resp)
+        lane = _bound_if_free(listen._replace(port=port + 1))
+        own = [_bound_if_free(listen._replace(port=port + 2 + worker)) for worker in range(workers)]
         if not any_port or None not in (lane, *own):
             if lane is not None:
                 lane.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
@@ -53,38 +54,36 @@ def bind_blocks(listen: str, workers: int) -> list[Block]:
     raise CannotStart(f"cannot listen on {listen} (RESP): no {2 + workers} free ports in a row")
 
 
-def _bound_if_free(host: str, port: int) -> socket.socket | None:
+def _bound_if_free(listen: Address) -> socket.socket | None:
     try:
-        return bind(f"{host}:{port}")
+        return bind(listen)
     except CannotStart as problem:
-        _log.warning("a port beside the RESP port stays closed", port=port, problem=str(problem))
+        _log.warning(
+            "a port beside the RESP port stays closed", port=listen.port, problem=str(problem)
+        )
         return None
 
 
-def bind(listen: str) -> socket.socket:
-    """Returns a socket bound to HOST:PORT or unix:PATH.
+def bind(listen: Address) -> socket.socket:
+    """Returns a socket that listens on an address.
 
     Raises:
         CannotStart: it cannot be bound.
     """
     try:
-        if listen.startswith("unix:"):
-            path = Path(listen.removeprefix("unix:"))
-            remove_dead_socket(path)
-            return _bound(socket.AF_UNIX, str(path))
-        host, _, port = listen.rpartition(":")
-        host = host.strip("[]")
-        return _bound(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, int(port)))
+        if listen.path:
+            remove_dead_socket(Path(listen.path))
+        return _bound(listen)
     except (OSError, ValueError, OverflowError) as error:
         raise CannotStart(f"cannot listen on {listen} (RESP): {error}") from error
 
 
-def _bound(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
-    bound = socket.socket(family)
+def _bound(listen: Address) -> socket.socket:
+    bound = socket.socket(listen.family)
     try:
-        if family != socket.AF_UNIX:
+        if not listen.path:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        bound.bind(listen.path or (listen.host, listen.port))
         bound.listen(BACKLOG)
     except BaseException:
         bound.close()
@@ -92,11 +91,9 @@ def _bound(family: socket.AddressFamily, address: str | tuple[str, int]) -> sock
     return bound
 
 
-def address_of(bound: socket.socket, listen: str) -> str:
-    """Returns the address that a socket got, as it was asked for."""
-    if listen.startswith("unix:"):
-        return listen
-    return f"{listen.rpartition(':')[0]}:{port_of(bound)}"
+def bound_address(bound: socket.socket, listen: Address) -> Address:
+    """Returns the address that a socket got, of the one that was asked for."""
+    return listen._replace(port=port_of(bound))
 
 
 def port_of(bound: socket.socket) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pion_grpc.backends import Backend, create
+from pion_grpc.config import parse_address
 from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
@@ -34,7 +35,7 @@ class Resp:
         **settings: Any,
     ) -> None:
         self.store = PrefixStore(DataDirectory(directory), budget_bytes=budget_bytes)
-        settings.setdefault("listen", f"unix:{directory}.sock")
+        listen = parse_address(settings.pop("listen", f"unix:{directory}.sock"))
         try:
             states = RecurrentStates(self.store)
             self.attend = None
@@ -42,7 +43,11 @@ class Resp:
                 backend = backend or create("numpy")
                 self.attend = Attend(backend, self.store, resident_bytes, window=window)
             self.server = RespServer(
-                self.store, states, access or Access({}), RespSettings(**settings), self.attend
+                self.store,
+                states,
+                access or Access({}),
+                RespSettings(listen, **settings),
+                self.attend,
             )
         except CannotStart:
             self.store.close()

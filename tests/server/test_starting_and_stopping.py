@@ -102,7 +102,7 @@ def test_an_address_that_can_be_is_not_refused(short_tmp: Path) -> None:
         ("example.invalid:1", False),
         (f"unix:{short_tmp}/{'x' * (102 - len(str(short_tmp)))}", True),
     ):
-        assert Config(listen=address).listen == address
+        assert Config(listen=address).listen == address == str(parse_address(address))
         assert parse_address(address).is_local == local
     inside = short_tmp / "made by the server"
     assert Config(data=inside, listen=f"unix:{inside}/socket").resp == ""
