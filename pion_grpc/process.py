@@ -53,7 +53,7 @@ def tune_allocator() -> None:
 def tune_blas() -> None:
     """Keeps NumPy's BLAS to one thread per product, unless the environment says otherwise.
 
-    Its threads wait for each other by spinning. With two cores that others used as well a query over
+    Its threads wait for each other by spinning. With two cores that others used, too, a query over
     32,768 rows took 190 ms with two threads and 5 ms with one; queries of several clients run side by
     side without it.
     """

@@ -315,7 +315,7 @@ class Server:
                 _log.exception("housekeeping failed")
 
     def _clear_lobby(self) -> None:
-        """Cuts off who says nothing, over and over as long as others may stand in line behind them."""
+        """Cuts off who says nothing, over and over as long as others may stand in line."""
         cut = self._lobby.cut_stalled()
         for _ in range(CROWD_TICKS_MAX):  # housekeeping must go on as well
             if not self._lobby.crowded or self._stopping.wait(CROWD_TICK_S):

@@ -29,7 +29,7 @@ from pion_grpc.resp.reply import Buffer, byte_view, join_small
 
 MAGIC = 0xCA5E
 BODY_BYTES_MAX = 64 << 20
-"""What a body may take; the largest attention message over gRPC as well."""
+"""What a body may take; as much as the largest attention message over gRPC."""
 
 FLOAT_BYTES = 4
 
@@ -130,7 +130,7 @@ class FrameParser:
     def next_frame(self) -> Frame | None:
         """The next complete frame, or None until more bytes have come.
 
-        Raises ProtocolError, now and at every later call, when the bytes are no frame.
+        Raises ProtocolError, now and at every later call, when the bytes are not a frame.
         """
         if self._complaint is not None:
             raise ProtocolError(self._complaint)

@@ -233,13 +233,13 @@ class Call:
         return bytes(self.arguments[index])
 
     def word(self, index: int) -> str:
-        """Returns an argument in upper case, to be compared with keywords; empty if it is none."""
+        """Returns an argument in upper case, to be compared with keywords; empty if it cannot be one."""
         if index >= len(self.arguments) or len(self.arguments[index]) > 64:
             return ""
         return self.raw(index).decode("latin-1").upper()
 
     def text(self, index: int) -> str:
-        """Returns an argument as text; bytes that are none can be told by `is_text`."""
+        """Returns an argument as text; `is_text` tells whether the bytes were."""
         return self.raw(index).decode("utf-8", "surrogateescape")
 
     def integer(

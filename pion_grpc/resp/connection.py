@@ -1,7 +1,7 @@
 """One connection: requests in, replies out, in order, and neither side waits for the other.
 
 Runs on the event loop and owns no thread. Requests are parsed as bytes come and wait in a queue; the
-first of it is refused, answered on the loop, or handed to a worker together with those behind it that
+first of it is refused, answered on the loop, or handed to a worker together with those after it that
 may go along. Replies are queued in the same order and written when the peer takes them.
 
 The one decision to understand: **reading, executing and writing are three**. A client may write hundreds
@@ -286,7 +286,7 @@ class Connection(asyncio.BufferedProtocol):
     def _answer_with(
         self, answer: Callable[[Call], Answer], calls: Sequence[Call], version: Version
     ) -> None:
-        """Delivers the answers; those behind what is as much as may be in memory wait again."""
+        """Delivers the answers; once they fill what may be in memory, the rest wait again."""
         replies: list[list[Buffer] | Streamed] = []
         size = 0
         while len(replies) < len(calls) and size < REPLY_BYTES_MAX:

@@ -105,7 +105,7 @@ class LaneConnection(asyncio.BufferedProtocol):
                 self._waiting.append(frame)
                 self._frame_began_at = self._heard_at
         except ProtocolError:
-            self._ending = True  # what came is no frame, and there is nothing to say to it
+            self._ending = True  # what came is not a frame, and there is nothing to say to it
         self._go_on()
 
     def eof_received(self) -> bool:

@@ -190,7 +190,7 @@ class RequestParser:
     def next_request(self) -> Request | None:
         """The next complete request, or None until more bytes have come.
 
-        Raises ProtocolError, now and at every later call, when the bytes are no request.
+        Raises ProtocolError, now and at every later call, when the bytes are not a request.
         """
         if self._complaint is not None:
             raise ProtocolError(self._complaint)
@@ -268,7 +268,7 @@ class RequestParser:
                 break
             bulk_bytes = _SHORT_HEADERS.get(staging[begin:line_end], INT64_MAX)
             stop = line_end + 2 + bulk_bytes
-            # The first test also catches a line end left over behind the staged bytes.
+            # The first test also catches a line end left over after the staged bytes.
             if stop + 2 > min(end, begin_max) or bulk_bytes > bulk_bytes_max:
                 break
             if staging[stop : stop + 2] != CRLF:

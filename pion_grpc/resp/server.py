@@ -34,7 +34,7 @@ from pion_grpc.resp.sockets import BACKLOG, Block, bind_blocks, bound_address, p
 WORKERS = 8
 """Threads that move bytes: as many clients are served from disk at once."""
 BUILD = "grpc"
-"""What stands behind the version where clients expect a build."""
+"""What follows the version where clients expect a build."""
 
 _log = structlog.get_logger()
 

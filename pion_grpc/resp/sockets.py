@@ -31,7 +31,7 @@ class Block(NamedTuple):
 def bind_blocks(listen: Address, workers: int) -> list[Block]:
     """Returns the sockets of each worker; with port 0 a run of ports that are all free.
 
-    RESP and the binary lane are the same sockets for all of them. The ports behind a given one may be
+    RESP and the binary lane are the same sockets for all of them. The ports after a given one may be
     taken: clients do without them.
 
     Raises:

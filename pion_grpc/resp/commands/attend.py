@@ -102,7 +102,7 @@ def query_sparse_auto(call: Call, attend: Attend) -> Answer:
 
 
 def query_sparse_auto_fused(call: Call, attend: Attend) -> Answer:
-    """`ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED`: as above, `S_suf` before Q, `K_suf V_suf` behind it."""
+    """`ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED`: as above, `S_suf` before Q, `K_suf V_suf` after."""
     heads, dim = (_positive(call, index, "H_q/D/B/K_top/H_kv") for index in (6, 3))
     return _sparse_auto(call, attend, _suffix(call, 7, 9, heads * dim))
 
@@ -138,7 +138,7 @@ def _sparse_auto(call: Call, attend: Attend, suffix: SuffixBytes | None) -> Answ
 
 
 def _with_trailer(out: F32, lse: F32 | None) -> bytes | memoryview:
-    """Returns an answer's bytes, the log-sum-exp behind them if there are several rows per head."""
+    """Returns an answer's bytes, then the log-sum-exp if there are several rows per head."""
     if out.shape[1] == 1:
         return out.data
     assert lse is not None, "several rows always have one"
@@ -164,7 +164,7 @@ def _positive(call: Call, index: int, what: str) -> int:
 
 
 def _stored(call: Call, at: int, shape: Shape) -> tuple[memoryview, memoryview]:
-    """Returns K and V of a shape: the words `at` and behind it."""
+    """Returns K and V of a shape: the word `at` and the next."""
     k, v = call.arguments[at : at + 2]
     size = 4 * shape.values
     _require(len(k) == len(v) == size, "K/V blob size mismatch (expected H*N*D*4 each)")

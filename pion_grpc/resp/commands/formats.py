@@ -1,8 +1,8 @@
 """The words of this wire for how rows are stored, and what they become here.
 
 Names are not case-sensitive. One is silently something else, because clients rely on it: a format that
-works in blocks of 32 values is `int8` where the width is no multiple of 32. Everything else that cannot
-be stored as asked is refused.
+works in blocks of 32 values is `int8` where the width is not a multiple of 32. Everything else that
+cannot be stored as asked is refused.
 """
 
 from pion_grpc.core.declaration import LayerSpec

@@ -104,7 +104,7 @@ def get_with_time(call: Call) -> Answer:
 
 
 def get_many(call: Call) -> Answer:
-    """`MGET key [key …]`: nil for what is no string."""
+    """`MGET key [key …]`: nil for what is not a string."""
     if call.on_loop and call.count > QUICK_KEYS_MAX:
         raise Elsewhere
     space = call.keyspace
