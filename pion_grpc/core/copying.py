@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.sessions import SessionReading, Sessions
+from pion_grpc.core.session_reading import SessionReading
+from pion_grpc.core.sessions import Sessions
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, RowsOutOfRange
 from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.pages import disk_errors

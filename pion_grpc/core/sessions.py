@@ -12,20 +12,27 @@ durability) holds for sessions.
 """
 
 import dataclasses
+import json
 import os
-import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import PurePosixPath
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
-from pion_grpc.core.declaration import Declaration, LayerSpec
+from pion_grpc.core.declaration import Declaration
 from pion_grpc.core.live import outgrown
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.reading import CorruptPrefix, Reading, own_row_counts
+from pion_grpc.core.reading import CorruptPrefix, own_row_counts
 from pion_grpc.core.receipt import Restore
+from pion_grpc.core.session_reading import SessionReading
+from pion_grpc.core.session_values import (
+    LayerInfo,
+    OwnTotals,
+    SessionInfo,
+    SessionName,
+    SessionTotals,
+    Unsettled,
+    WrongSize,
+)
 from pion_grpc.core.space import keep_tokens
 from pion_grpc.core.values import (
     BlockTable,
@@ -34,7 +41,7 @@ from pion_grpc.core.values import (
     check_namespace,
     check_prefill,
 )
-from pion_grpc.errors import DiskFull, InvalidRequest, LayoutDiffers, NotStored, PionError
+from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored
 from pion_grpc.storage.catalog import (
     BlockTableRow,
     ExtentRow,
@@ -42,10 +49,8 @@ from pion_grpc.storage.catalog import (
     PrefixRow,
     Transaction,
 )
-from pion_grpc.storage.directory import is_own
 from pion_grpc.storage.row_snapshots import RowSnapshots
-from pion_grpc.storage.sides import SideCounts, Sides
-from pion_grpc.storage.snapshot import write_snapshot
+from pion_grpc.storage.sides import Sides
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from pion_wire.rows import encode_rows
 
@@ -53,92 +58,6 @@ SIDES_MIN = 2
 """Fewer could not hold both sides of a prefix."""
 
 _NO_TENSORS = Layout(()).to_json()
-
-
-class SessionName(NamedTuple):
-    """Which side of which namespace a session id means."""
-
-    namespace: str
-    side: Side
-
-    @classmethod
-    def of(cls, sid: str) -> "SessionName":
-        """Returns what `sid` means."""
-        for side in Side:
-            namespace = sid.removesuffix(f"_p{side.value}")
-            if namespace and namespace != sid:
-                return cls(namespace, side)
-        return cls(sid, Side.K)
-
-
-class WrongSize(InvalidRequest):
-    """The bytes are not the rows that they were said to be."""
-
-    def __init__(self, size: int, expected: int) -> None:
-        super().__init__("rows", f"{size} bytes where {expected} belong")
-        self.size = size
-        self.expected = expected
-
-
-class Unsettled(Exception):
-    """Whether a prefix can be answered for is not known without looking at its files."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerInfo:
-    """One layer of a session."""
-
-    layer: int
-    tensor: TensorLayout
-    rows: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """What is known of a session."""
-
-    number: int
-    """Its own among all sessions."""
-    declaration: Declaration | None
-    """None: stored over gRPC, where the layout says everything."""
-    layers: tuple[LayerInfo, ...]
-    """Those that have a tensor, in order."""
-
-    @property
-    def layer_count(self) -> int:
-        """Layers from 0 on, those without a tensor included."""
-        declared = len(self.declaration.layers) if self.declaration else 0
-        return max(declared, self.layers[-1].layer + 1 if self.layers else 0)
-
-    @property
-    def rows(self) -> int:
-        """Rows of all layers."""
-        return sum(layer.rows for layer in self.layers)
-
-
-class OwnTotals(NamedTuple):
-    """What the counted sessions of one tenant hold."""
-
-    sides: int
-    rows: int
-    fetched_rows: int
-
-
-class SessionTotals(NamedTuple):
-    """What the counted sessions hold, and what became of them."""
-
-    prefixes: int
-    """That have a K side."""
-    prefix_rows: int
-    """Of these sides, over all layers."""
-    sides: int
-    rows: int
-    bytes: int
-    fetched_rows: int
-    """In this process."""
-    unsaved_bytes: int
-    """Size of the files that hold rows not saved yet."""
-    since_start: SideCounts
 
 
 class Sessions:
@@ -383,7 +302,7 @@ class Sessions:
 
     def open(
         self, tenant: str, sid: str, layers: Sequence[int] = (), *, halves: bool = False
-    ) -> "SessionReading | None":
+    ) -> SessionReading | None:
         """Opens the rows of a session, of some layers or of all; None if it has none.
 
         Values come as float32; with `halves` those kept as binary16 come as they are.
@@ -417,7 +336,7 @@ class Sessions:
             self._fetched_rows[tenant] += row_count
         self._store.ledger.streamed(size)
 
-    # -- snapshots, saving
+    # -- snapshots
 
     def snapshot(self, tenant: str, sid: str) -> int:
         """Remembers the rows of every layer; raises as `Snapshots.take` does."""
@@ -433,50 +352,6 @@ class Sessions:
         """Forgets a snapshot and keeps the rows; says whether it was known."""
         namespace, side = self._known(tenant, sid)
         return self._store.snapshots.release(tenant, namespace, snapshot, side.value)
-
-    def save(self) -> bool:
-        """Seals what is live, of all tenants, on stable storage; False if there is nothing at all.
-
-        What cannot be sealed, for want of room, say, is noted for the log, and stays as rows.
-
-        Raises:
-            DiskFull: not everything is on stable storage.
-        """
-        with self._catalog.read() as transaction:
-            before = Sides(transaction).counts().records
-            anything = not transaction.is_empty()
-        with suppress(PionError):  # one tenant's rows, whose sync below is as safe, fail nobody's
-            self._store.save(None, [])
-        self._store.sync()
-        with self._catalog.write(on_disk=True) as transaction:
-            Sides(transaction).saved()
-            Sides(transaction).count_records(-before)
-        return anything
-
-    def snapshot_to(self, name: str) -> None:
-        """Writes everything that is stored, of all tenants, to one file of the data directory.
-
-        Nothing that is stored depends on it: the file is a copy, and may be taken anywhere.
-
-        Raises:
-            InvalidRequest: the name is not inside the directory, or is one of the server's own.
-            OverBudget, DiskFull: there is no room for it.
-        """
-        path = PurePosixPath(name)  # without "." and empty components
-        if not (_PATH.fullmatch(name) and path.parts) or is_own(path):
-            raise InvalidRequest(
-                "path", "must be relative to the data directory, and no name of its own"
-            )
-        directory, space = self._store.directory, self._workshop.space
-        with self._catalog.read() as transaction:
-            free = space.budget_bytes - space.used_bytes(transaction)
-        target = directory.path / path
-        try:
-            write_snapshot(self._catalog, directory, self._workshop.files, target, free)
-        except OSError as error:
-            # Without its file names: they are this machine's, and nobody's on the wire.
-            raise DiskFull(f"{name!r} cannot be written: {error.strerror or error}") from error
-        space.measure()
 
     # -- parts of the above
 
@@ -542,7 +417,7 @@ class Sessions:
             state="live" if kept else "registered",
             layout=layout.to_json(),
             fidelity=layout.fidelity,
-            row_counts=_json(counts),
+            row_counts=json.dumps(counts),
             token_count=row.base + min(counts, default=0),
             disk_bytes=row.disk_bytes - freed,
             **outgrown(row),
@@ -561,57 +436,7 @@ class Sessions:
         return freed
 
 
-class SessionReading:
-    """Open rows of a session. Close it, or read them to the end inside `guarded`."""
-
-    def __init__(self, store: PrefixStore, reading: Reading, layer_count: int) -> None:
-        self.layer_count = layer_count
-        self._store = store
-        self._reading = reading
-        tensors = reading.served_layout.tensors
-        self._positions = {tensor.slot: position for position, tensor in enumerate(tensors)}
-        self._tensors = tensors
-
-    def row_count(self, layer: int) -> int:
-        """Returns the rows that a layer has; 0 if it does not exist."""
-        position = self._positions.get(layer)
-        if position is None:
-            return 0
-        return self._reading.row_counts[self._reading.tensors[position]]
-
-    def row_bytes(self, layer: int) -> int:
-        """Returns the bytes of a row as it is handed out, of a layer that exists."""
-        return self._tensors[self._positions[layer]].row_bytes
-
-    def tensor(self, layer: int) -> TensorLayout:
-        """Returns how the rows of a layer that exists are handed out."""
-        return self._tensors[self._positions[layer]]
-
-    def stored_tensor(self, layer: int) -> TensorLayout:
-        """Returns how the rows of a layer that exists are stored."""
-        return self._reading.layout.tensors[self._reading.tensors[self._positions[layer]]]
-
-    def rows(self, layer: int, begin: int, end: int) -> Iterator[memoryview]:
-        """Yields rows of a layer that exists, in pieces of at most 1 MiB; zeros beyond its end.
-
-        Raises:
-            CorruptPrefix: a page does not have its checksum; see `guarded`.
-        """
-        return self._reading.rows_of(self._positions[layer], begin, end)
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Closes the files at the end, and takes out the prefix if it turned out to be damaged."""
-        with self._store.guarded(self._reading):
-            yield
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._reading.close()
-
-
 _ROWS_OF_ANY_SEGMENT = 1 << 31
-_PATH = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|\Z))[^\x00-\x1f\x7f]{1,1000}")
 
 
 def _sides(transaction: Transaction, row: PrefixRow) -> frozenset[Side]:
@@ -658,12 +483,3 @@ def _encoded(tensor: TensorLayout, rows: memoryview, dtype: DType) -> list[memor
 
 def _number(prefix: int, side: Side) -> int:
     return 2 * prefix + (side is Side.V)
-
-
-def _json(counts: list[int]) -> str:
-    return "[" + ",".join(map(str, counts)) + "]"
-
-
-def uniform(width: int, codec: str) -> Declaration:
-    """Returns a side whose layers are all alike."""
-    return Declaration(LayerSpec(width, codec))

@@ -304,7 +304,7 @@ _DIES_WHILE_IT_SAVES = """
 import os, signal, sys
 from pathlib import Path
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.sessions import Sessions
+from pion_grpc.core.saving import snapshot_to
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files
 
@@ -313,7 +313,7 @@ class Killed(Files):
         os.kill(os.getpid(), signal.SIGKILL)
 
 store = PrefixStore(DataDirectory(Path(sys.argv[1])), budget_bytes=1 << 30, files=Killed())
-Sessions(store).snapshot_to("x")
+snapshot_to(store, "x")
 """
 
 

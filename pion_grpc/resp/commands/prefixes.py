@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from pion_grpc.core.attend_values import Source, Telemetry
 from pion_grpc.core.declaration import Declaration, LayerSpec
-from pion_grpc.core.sessions import Unsettled
+from pion_grpc.core.saving import save_all, snapshot_to
+from pion_grpc.core.session_values import Unsettled
 from pion_grpc.core.values import (
     BLOCK_TOKENS_MAX,
     RESTORED_TOKENS_MAX,
@@ -164,9 +165,9 @@ def save(call: Call) -> Answer:
         raise syntax_error()
     path = call.text(0) if call.count else ""
     try:
-        anything = call.services.sessions.save()
+        anything = save_all(call.services.store)
         if call.count:
-            call.services.sessions.snapshot_to(path)
+            snapshot_to(call.services.store, path)
     except InvalidRequest as error:
         raise ReplyError(
             "ERR KV.PREFIX.SAVE: path must be relative to the data directory, and none of its own files"

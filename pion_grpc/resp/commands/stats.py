@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pion_grpc.core.patterns import matches
 from pion_grpc.core.receipt import Receipt
+from pion_grpc.core.saving import save_all
 from pion_grpc.resp.command import Answer, Call, Command, Where, for_all
 from pion_grpc.resp.commands.connection import REDIS_VERSION, may_see
 from pion_grpc.resp.commands.prefixes import attention, lines
@@ -111,13 +112,13 @@ def _set_config(call: Call) -> Answer:
 
 def save(call: Call) -> Answer:
     """`SAVE`: everything acknowledged before is on stable storage."""
-    call.services.sessions.save()
+    save_all(call.services.store)
     return OK
 
 
 def background_save(call: Call) -> Answer:
     """`BGSAVE`: as `SAVE`, done when it answers."""
-    call.services.sessions.save()
+    save_all(call.services.store)
     return Simple("Background saving started")
 
 
