@@ -110,6 +110,12 @@ class DiskFull(PionError):
     retry_after_ms = 10_000
 
 
+class Busy(PionError):
+    """Another process holds the catalogue, for longer than anything of ours does."""
+
+    retry_after_ms = 1_000
+
+
 class Unreadable(PionError):
     """A stored file cannot be opened. It may be sound, so nothing is removed because of it."""
 

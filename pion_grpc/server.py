@@ -24,7 +24,7 @@ from pion_grpc.core.access import Access
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.states import RecurrentStates
-from pion_grpc.errors import CannotStart, DiskFull, PionError
+from pion_grpc.errors import Busy, CannotStart, DiskFull, PionError
 from pion_grpc.process import pipe_of_signals, raise_files_limit, tune_allocator, tune_blas
 from pion_grpc.resp.command import CLIENTS_MAX, RespSettings
 from pion_grpc.resp.server import RespServer
@@ -202,7 +202,7 @@ class Server:
                 budget_bytes=self._config.disk_budget,
                 tenant_budget_bytes=self._config.tenant_budget,
             )
-        except (OSError, DiskFull) as error:
+        except (OSError, DiskFull, Busy) as error:
             self._directory.close()
             raise CannotStart(
                 f"cannot use the data directory {self._config.data}: {error}"

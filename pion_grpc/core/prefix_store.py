@@ -112,11 +112,10 @@ class PrefixStore:
         self.exports = Exports(directory)
         """What has been checked of the files that are named to clients."""
         self.snapshots = Snapshots(self.workshop)
-        with self._catalog.starting():
-            self.space.bury_dead_instances()
-            self.is_first = housekeeping.begin_if_alone(self.workshop)
-            """Whether a server has begun with this process: no other was there."""
-            self.space.measure()
+        self.space.bury_dead_instances()
+        self.is_first = housekeeping.begin_if_alone(self.workshop)
+        """Whether a server has begun with this process: no other was there."""
+        self.space.measure()
 
     def close(self) -> None:
         """Makes everything acknowledged durable and gives the directory back.

@@ -193,7 +193,7 @@ class _Rebuild:
             catalog = Catalog(path, self._files, before_new=_no_catalogue)
             try:
                 # The same questions as at a start: what a server refuses must not be refused here.
-                with catalog.starting(), catalog.read() as transaction:
+                with catalog.read() as transaction:
                     transaction.owners()
                     transaction.files()
                     empty = transaction.is_empty()

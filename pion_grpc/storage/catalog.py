@@ -7,7 +7,9 @@ keys and bytes, and keeps three promises of its own:
 * every write transaction is `BEGIN IMMEDIATE`, and every result is read to its end before anything
   else happens: deferred ones fail when they meet, and a half-read cursor keeps the log from shrinking;
 * what lies on disk is counted by triggers, in the transaction that changes it;
-* `apsw.Error` does not leave it: a full disk is `DiskFull`, anything else a programmer's error.
+* what goes wrong with the file is told in words of `errors`: a full disk is `DiskFull`, a page that is
+  not as written `DamagedCatalogue`, a lock that is never given `Busy`. An `apsw.Error` that leaves is a
+  programmer's error.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 import apsw
 
-from pion_grpc.errors import CannotStart, DiskFull
+from pion_grpc.errors import Busy, CannotStart, DiskFull
 from pion_grpc.storage import blobs, copies, keyspace, leases, row_snapshots, sides, states
 from pion_grpc.storage.directory import rebuild_command
 from pion_grpc.storage.files import Files
@@ -259,6 +261,25 @@ class DamagedCatalogue(CannotStart):
         self.problem = str(error)
 
 
+@contextlib.contextmanager
+def _translated(what: str, path: Path) -> Iterator[None]:
+    """Says in words of the domain why the catalogue at `path` cannot be read, written or copied.
+
+    Raises:
+        DiskFull: the database cannot grow, or its disk fails.
+        DamagedCatalogue: a page is not what was written.
+        Busy: another process held the lock for all of `BUSY_MS`.
+    """
+    try:
+        yield
+    except (apsw.FullError, apsw.IOError) as error:
+        raise DiskFull(f"the catalogue cannot be {what}: {error}") from error
+    except (apsw.CorruptError, apsw.NotADBError) as error:
+        raise DamagedCatalogue(path, error) from error
+    except apsw.BusyError as error:
+        raise Busy(f"the catalogue cannot be {what}: another process holds it") from error
+
+
 class Catalog:
     """The database, with a pool of connections; safe to use from many threads."""
 
@@ -298,18 +319,6 @@ class Catalog:
         except apsw.Error as error:
             raise CannotStart(f"cannot open {path}: {error}") from error
 
-    @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        """What is read for the first time inside refuses a start if it is damaged.
-
-        Raises:
-            DamagedCatalogue: it is.
-        """
-        try:
-            yield
-        except (apsw.CorruptError, apsw.NotADBError) as error:
-            raise DamagedCatalogue(self._path, error) from error
-
     def close(self) -> None:
         """Closes every idle connection; the last one folds the log into the database."""
         with contextlib.suppress(queue.Empty):
@@ -318,8 +327,12 @@ class Catalog:
 
     @contextlib.contextmanager
     def read(self) -> Iterator["Transaction"]:
-        """A consistent view of the catalogue; nothing may be written."""
-        with self._connection() as connection:
+        """A consistent view of the catalogue; nothing may be written.
+
+        Raises:
+            DiskFull, DamagedCatalogue, Busy: it cannot be read.
+        """
+        with _translated("read", self._path), self._connection() as connection:
             connection.execute("BEGIN")
             try:
                 yield Transaction(connection)
@@ -335,55 +348,51 @@ class Catalog:
         also if this one has nothing else to write.
 
         Raises:
-            DiskFull: the database cannot grow.
+            DiskFull, DamagedCatalogue, Busy: it cannot be written.
         """
-        try:
-            with self._connection() as connection:
-                connection.execute("PRAGMA synchronous = " + ("FULL" if on_disk else "NORMAL"))
-                connection.execute("BEGIN IMMEDIATE")
-                try:
-                    transaction = Transaction(connection)
-                    if on_disk:
-                        transaction.next("clock")  # a commit that writes nothing would sync nothing
-                    yield transaction
-                    connection.execute("COMMIT")
-                finally:
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
-        except (apsw.FullError, apsw.IOError) as error:
-            raise DiskFull(f"the catalogue cannot be written: {error}") from error
+        with _translated("written", self._path), self._connection() as connection:
+            connection.execute("PRAGMA synchronous = " + ("FULL" if on_disk else "NORMAL"))
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                transaction = Transaction(connection)
+                if on_disk:
+                    transaction.next("clock")  # a commit that writes nothing would sync nothing
+                yield transaction
+                connection.execute("COMMIT")
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
 
     def copy_to(self, path: Path) -> None:
         """Writes the catalogue as it is now to a file that must not exist.
 
         Raises:
             DiskFull: there is no room for it.
+            DamagedCatalogue, Busy: it cannot be read.
         """
-        try:
-            with self._connection() as connection:
-                connection.execute("VACUUM INTO ?", (str(path),)).fetchall()
-        except (apsw.FullError, apsw.IOError) as error:
-            raise DiskFull(f"the catalogue cannot be copied: {error}") from error
+        with _translated("copied", self._path), self._connection() as connection:
+            connection.execute("VACUUM INTO ?", (str(path),)).fetchall()
 
     def checkpoint(self) -> None:
         """Gives free pages back and truncates the log, as far as nobody is reading it.
 
         Raises:
-            DiskFull: the database cannot grow.
+            DiskFull, DamagedCatalogue: it cannot be written.
         """
-        try:
-            with self._connection() as connection, contextlib.suppress(apsw.BusyError):
-                free = 1
-                while free:
-                    # Step by step, because pages that are moved go through the log.
-                    before = connection.pragma("freelist_count")
-                    connection.execute(f"PRAGMA incremental_vacuum({LOG_PAGES})").fetchall()
-                    connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
-                    free = connection.pragma("freelist_count")
-                    if free >= before:
-                        break
-        except (apsw.FullError, apsw.IOError) as error:
-            raise DiskFull(f"the catalogue cannot be written: {error}") from error
+        with (
+            _translated("written", self._path),
+            self._connection() as connection,
+            contextlib.suppress(apsw.BusyError),
+        ):
+            free = 1
+            while free:
+                # Step by step, because pages that are moved go through the log.
+                before = connection.pragma("freelist_count")
+                connection.execute(f"PRAGMA incremental_vacuum({LOG_PAGES})").fetchall()
+                connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+                free = connection.pragma("freelist_count")
+                if free >= before:
+                    break
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[apsw.Connection]:
@@ -530,19 +539,18 @@ class Transaction:
         """Undoes what is done inside, and nothing before it, if it raises.
 
         Raises:
-            DiskFull: the database cannot grow.
+            DiskFull, DamagedCatalogue: it cannot be written.
         """
-        self.run("SAVEPOINT piece", ())
-        try:
-            yield
-        except BaseException as error:
-            if self.is_open:
-                self.run("ROLLBACK TO piece", ())
-                self.run("RELEASE piece", ())
-            if isinstance(error, (apsw.FullError, apsw.IOError)):
-                raise DiskFull(f"the catalogue cannot be written: {error}") from error
-            raise
-        self.run("RELEASE piece", ())
+        with _translated("written", Path(self._connection.filename)):
+            self.run("SAVEPOINT piece", ())
+            try:
+                yield
+            except BaseException:
+                if self.is_open:
+                    self.run("ROLLBACK TO piece", ())
+                    self.run("RELEASE piece", ())
+                raise
+            self.run("RELEASE piece", ())
 
     # -- prefixes
 

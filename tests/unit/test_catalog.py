@@ -8,12 +8,13 @@ from pathlib import Path
 import apsw
 import pytest
 
-from pion_grpc.errors import CannotStart, DiskFull
+from pion_grpc.errors import Busy, CannotStart, DiskFull
 from pion_grpc.storage import catalog as catalog_module
 from pion_grpc.storage.catalog import (
     APPLICATION_ID,
     SCHEMA_VERSION,
     Catalog,
+    DamagedCatalogue,
     ExtentRow,
     NewPrefix,
     Transaction,
@@ -102,9 +103,48 @@ def test_a_damaged_page_is_an_error_and_no_other_answer(path: Path) -> None:
         for page in range(1, path.stat().st_size // 4096):
             file.seek(4096 * page)
             file.write(b"\xee" * 64)
-    with pytest.raises((CannotStart, apsw.CorruptError)):  # noqa: SIM117 - two places, one answer
+    with pytest.raises(DamagedCatalogue):  # noqa: SIM117 - in one of two places
         with Catalog(path).read() as transaction:
             transaction.page("t", "", "", 1_000)
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_a_page_that_is_damaged_while_it_is_open_is_told_as_that(path: Path, what: str) -> None:
+    catalog = Catalog(path)
+    insert(catalog, "p")
+    catalog.close()
+    catalog = Catalog(path)
+    with path.open("r+b") as file:
+        for page in range(1, path.stat().st_size // 4096):
+            file.seek(4096 * page)
+            file.write(b"\xee" * 4096)
+    with pytest.raises(DamagedCatalogue, match="rebuild"), getattr(catalog, what)() as transaction:
+        transaction.page("t", "", "", 1_000)
+    with (
+        pytest.raises(DamagedCatalogue),
+        catalog.write() as transaction,
+        transaction.undone_on_error(),
+    ):
+        transaction.page("t", "", "", 1_000)
+    with pytest.raises(DamagedCatalogue):
+        catalog.copy_to(path.with_name("copy.db"))
+    catalog.close()
+
+
+def test_a_lock_that_is_never_given_is_told_as_that(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "BUSY_MS", 1)
+    catalog, other = Catalog(path), Catalog(path)
+    with (
+        other.write(),
+        pytest.raises(Busy, match="another process"),
+        catalog.write(),
+    ):
+        pass
+    insert(catalog, "p")
+    for opened in (catalog, other):
+        opened.close()
 
 
 def test_an_empty_file_is_an_empty_catalogue(path: Path) -> None:
