@@ -1,15 +1,21 @@
 """After a power cut: what was promised is there, and of the rest nothing is half there."""
 
+import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from pion_grpc.core.blobs import SYNC_THREADS
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.sessions import Sessions
+from pion_grpc.core.states import RecurrentStates
 from pion_grpc.core.values import Durability, FetchQuery, MissReason, State, Stored
-from pion_grpc.errors import NotStored
+from pion_grpc.errors import Corrupt, NotStored
+from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.files import PowerCut
 from pion_wire.layout import DType, Side
 from tests.core.support import (
@@ -37,6 +43,7 @@ from tests.core.support import (
 )
 
 FULL = tokens(300)
+BLOB_BYTES = 100_000
 DISK, PROCESS = Durability.DISK, Durability.PROCESS
 
 
@@ -361,6 +368,58 @@ def test_rows_that_come_while_others_are_synced_take_none_with_them(
     promised = rows(10)[Side.K] + b"unsynced" * 2 + b"promised" * 2
     assert b"".join(found[1]) == promised
     after.close()
+    machine.close()
+
+
+def test_none_of_many_values_that_were_saved_is_lost(cuts: Cuts) -> None:
+    store = cuts.start()
+    states = RecurrentStates(store)
+    values = {layer: bytes([layer]) * 100_000 for layer in range(3 * SYNC_THREADS)}
+    for layer, value in values.items():
+        states.store(TENANT, "many", layer, value)
+    gone = states.open(TENANT, "many", 0)
+    assert gone is not None
+    states.drop(TENANT, "many", 0)
+    gone.reading.close()
+    store.sync()
+    states.store(TENANT, "later", 0, b"unsynced" * 9_000)
+    after = RecurrentStates(cuts.cut())
+    assert after.drop(TENANT, "many", 0) == 0
+    for layer, value in list(values.items())[1:]:
+        found = after.open(TENANT, "many", layer)
+        assert found is not None
+        with contextlib.closing(found.reading) as reading:
+            assert b"".join(reading.pieces()) == value
+    with contextlib.suppress(Corrupt):
+        found = after.open(TENANT, "later", 0)
+        assert found is None
+
+
+def test_a_value_that_cannot_be_synced_is_not_said_to_be_saved(tmp_path: Path) -> None:
+    class Failing(PowerCut):
+        fails = False
+
+        def sync(self, descriptor: int) -> None:
+            if self.fails and os.fstat(descriptor).st_size > BLOB_BYTES:
+                raise OSError(errno.EIO, "as a broken disk says it")
+            super().sync(descriptor)
+
+    (tmp_path / "0").mkdir()
+    files = Failing(tmp_path / "0")
+    machine = Machine(tmp_path / "0", files)
+    store = machine.start()
+    states = RecurrentStates(store)
+    for layer in range(2 * SYNC_THREADS):
+        states.store(TENANT, "many", layer, bytes(BLOB_BYTES + layer))
+    files.fails = True
+    with pytest.raises(OSError, match="broken disk"):
+        store.blobs.sync()
+    with store.workshop.catalog.read() as transaction:
+        assert len(Blobs(transaction).unsynced()) == 2 * SYNC_THREADS
+    files.fails = False
+    store.sync()
+    with store.workshop.catalog.read() as transaction:
+        assert Blobs(transaction).unsynced() == []
     machine.close()
 
 
