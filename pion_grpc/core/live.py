@@ -33,11 +33,8 @@ from pion_grpc.errors import (
     LayoutDiffers,
     NotStored,
 )
-from pion_grpc.storage.catalog import (
-    ExtentRow,
-    PrefixRow,
-    Transaction,
-)
+from pion_grpc.storage.catalog import PrefixRow, Transaction
+from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.pages import RowFile, SegmentWriter
 from pion_grpc.storage.sides import Sides
 from pion_wire import limits
@@ -161,7 +158,7 @@ class RowsSession:
                 namespace=self._header.namespace,
             )
         if on_disk:  # usually nothing: they were synced before this transaction began
-            sync_files(self._workshop, transaction.unsynced_files(row.id))
+            sync_files(self._workshop, Extents(transaction).unsynced_files(row.id))
         transaction.release(self._reservation)
         index, layout, counts = with_tensor(transaction, row, self.tensor)
         end = extent.first_row + extent.row_count
@@ -171,12 +168,12 @@ class RowsSession:
         if overwrites:
             check_not_shared(transaction, row, extent.first_row)
             within = (extent.first_row, end)
-            extents = transaction.latest_extents(row.id, self.tensor.key, *within)
+            extents = Extents(transaction).latest(row.id, self.tensor.key, *within)
             known = written_rows(row, self.tensor, extents, *within)
         count = row.base + min(counts)
         kept = min(extent.first_row, count) if overwrites else count
         keep_tokens(transaction, row, kept, layout.fidelity)
-        transaction.add_extent(row.id, extent)
+        Extents(transaction).add(row.id, extent)
         more = extent.row_count - known
         sides = Sides(transaction)
         sides.resized(
@@ -229,7 +226,7 @@ def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> Rows
         size = header.row_count * tensor.row_bytes
         reservation = transaction.reserve(workshop.directory.instance, tenant, row.id, size)
         workshop.space.make_room(transaction, tenant, size)
-        known = transaction.extent_files(row.id)
+        known = Extents(transaction).files(row.id)
     workshop.space.sweep()
     file = workshop.row_files.take(known, reservation)
     return RowsSession(workshop, header, row.id, tensor, reservation, file)
@@ -319,7 +316,7 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
             return False
         row = now
         chain = transaction.chain(row)
-        extents = transaction.extents(row.id)
+        extents = Extents(transaction).of(row.id)
         token_ids = transaction.token_ids(row.id)
         parent = chain[-2].namespace if len(chain) > 1 else ""
         counts = own_row_counts(row)
@@ -361,11 +358,11 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
             if not untouched or transaction.is_reserved(row.id):
                 workshop.space.collect(transaction, row.id)
                 return False
-            old = [file for file in transaction.extent_files(row.id) if file]
+            old = [file for file in Extents(transaction).files(row.id) if file]
             old += [row.file] if row.file else []
             for index, file in enumerate(old):
                 transaction.add_garbage(file, 0 if index else row.disk_bytes)
-            transaction.replace_extents(row.id, [])
+            Extents(transaction).replace(row.id, [])
             uniform = len(set(counts)) <= 1
             transaction.update(
                 row.id,

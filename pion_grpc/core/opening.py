@@ -23,7 +23,8 @@ from pion_grpc.core.values import (
 )
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import Corrupt, Evicted, GenerationDiffers, RowsOutOfRange, Unreadable
-from pion_grpc.storage.catalog import ExtentRow, PrefixRow, Transaction, unix_ms
+from pion_grpc.storage.catalog import PrefixRow, Transaction, unix_ms
+from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_wire.layout import Layout, PartInfo
 
 
@@ -60,7 +61,7 @@ def open_prefix(
                 reason = MissReason.NO_ROWS if row else MissReason.NOT_STORED
                 return LookupResult(hit=False, reason=reason)
             chain = transaction.chain(row)
-            extents = transaction.extents(row.id) if row.state == "live" else []
+            extents = Extents(transaction).of(row.id) if row.state == "live" else []
             token_ids = transaction.token_ids(row.id)
             info = prefix_info(transaction, row, chain)
         if query.generation and query.generation != row.generation:

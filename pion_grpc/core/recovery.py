@@ -13,8 +13,9 @@ from pion_grpc.core.gaps import written_rows
 from pion_grpc.core.reading import CorruptPrefix, naming, own_row_counts, segment_layout
 from pion_grpc.core.space import Space, keep_tokens
 from pion_grpc.errors import Corrupt
-from pion_grpc.storage.catalog import Catalog, ExtentRow, PrefixRow, Transaction
+from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction
 from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
 from pion_grpc.storage.sides import Sides
 from pion_wire.layout import Layout, TensorLayout
@@ -62,7 +63,7 @@ class Recovery:
             self._vouch_file(row, row.file, row.disk_bytes if row.state == "sealed" else None)
         if chain[-1].state == "live":
             with self._catalog.read() as transaction:
-                names = transaction.extent_files(chain[-1].id)
+                names = Extents(transaction).files(chain[-1].id)
             for name in names:
                 self._vouch_file(chain[-1], name, None)
         return True
@@ -90,7 +91,7 @@ class Recovery:
 
     def _check(self, prefix: PrefixRow, parent: str) -> bool:
         with self._catalog.read() as transaction:
-            extents = transaction.extents(prefix.id)
+            extents = Extents(transaction).of(prefix.id)
         if prefix.file is not None:
             self._check_segment(prefix, parent)
         kept = self._surviving(prefix, extents)
@@ -100,7 +101,7 @@ class Recovery:
                 return True  # somebody was quicker
             if len(kept) < len(extents):
                 self._cut(transaction, prefix, extents, kept)
-            transaction.mark_synced(prefix.id)
+            Extents(transaction).mark_synced(prefix.id)
         self._space.sweep()
         return len(kept) < len(extents)
 
@@ -156,7 +157,7 @@ class Recovery:
         layout, counts, in_file = _remaining(prefix, kept)
         count = prefix.base + min(counts, default=0)
         keep_tokens(transaction, prefix, count, layout.fidelity)
-        transaction.replace_extents(prefix.id, kept)
+        Extents(transaction).replace(prefix.id, kept)
         for file in {extent.file for extent in extents} - {extent.file for extent in kept} - {""}:
             transaction.add_garbage(file, 0)
         transaction.update(

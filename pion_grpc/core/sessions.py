@@ -42,13 +42,8 @@ from pion_grpc.core.values import (
     check_prefill,
 )
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored
-from pion_grpc.storage.catalog import (
-    BlockTableRow,
-    ExtentRow,
-    NewPrefix,
-    PrefixRow,
-    Transaction,
-)
+from pion_grpc.storage.catalog import BlockTableRow, NewPrefix, PrefixRow, Transaction
+from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
 from pion_wire.layout import DType, Layout, Side, TensorLayout
@@ -400,14 +395,14 @@ class Sessions:
             for tensor, count in zip(tensors, own_row_counts(row), strict=True)
             if tensor.side is not side
         ]
-        files = set(transaction.extent_files(row.id))
+        files = set(Extents(transaction).files(row.id))
         for tensor in tensors:
             if tensor.side is side:
-                transaction.remove_extents(row.id, tensor.key)
+                Extents(transaction).remove(row.id, tensor.key)
                 # What a segment still has of it must not come back when it is declared again.
                 if row.file is not None:
                     hole = ExtentRow(tensor.key, 0, row.base, _ROWS_OF_ANY_SEGMENT, "", 0, b"")
-                    transaction.add_extent(row.id, hole)
+                    Extents(transaction).add(row.id, hole)
         layout = Layout(tuple(tensor for tensor, _ in kept))
         keep_tokens(transaction, row, 0, layout.fidelity)
         counts = [count for _, count in kept]
@@ -429,7 +424,7 @@ class Sessions:
         if transaction.is_reserved(row.id):
             return 0  # somebody is appending to one of them
         freed = 0
-        for name in before - set(transaction.extent_files(row.id)) - {""}:
+        for name in before - set(Extents(transaction).files(row.id)) - {""}:
             size = os.stat(self._store.directory.resolve(name)).st_size
             transaction.add_garbage(name, size)
             freed += size

@@ -15,7 +15,8 @@ from pion_grpc.core.space import keep_tokens
 from pion_grpc.core.values import check_namespace
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import NotStored, OverBudget
-from pion_grpc.storage.catalog import ExtentRow, PrefixRow, Transaction
+from pion_grpc.storage.catalog import PrefixRow, Transaction
+from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
 from pion_wire.layout import Layout
@@ -83,12 +84,12 @@ class Snapshots:
                 if now > kept[-1]:
                     cut = now - kept[-1]
                     begin = row.base + kept[-1]
-                    extents = transaction.latest_extents(row.id, tensor.key, begin, begin + cut)
+                    extents = Extents(transaction).latest(row.id, tensor.key, begin, begin + cut)
                     written = written_rows(row, tensor, extents, begin, begin + cut)
                     size = written * tensor.row_bytes
                     sides_table.resized(row.id, tensor.side.value, -cut, -size)
                     hole = ExtentRow(tensor.key, 0, begin, cut, "", 0, b"")
-                    transaction.add_extent(row.id, hole)
+                    Extents(transaction).add(row.id, hole)
             if tuple(kept) == counts:
                 return row.generation
             count = row.base + min(kept, default=0)

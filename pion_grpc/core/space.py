@@ -24,6 +24,7 @@ from pion_grpc.errors import DiskFull, OverBudget, OverQuota
 from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.storage.extents import Extents
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.leases import Leases
 from pion_grpc.storage.states import States
@@ -280,7 +281,7 @@ class Space:
             if row is None:
                 return
             name = self._directory.name_of(error.path)
-            if name != row.file and name not in transaction.extent_files(row.id):
+            if name != row.file and name not in Extents(transaction).files(row.id):
                 return
             self.condemn(transaction, row.id)
             with self._lock:

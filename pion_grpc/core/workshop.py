@@ -16,6 +16,7 @@ from pion_grpc.storage.catalog import (
     PrefixRow,
 )
 from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.storage.extents import Extents
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import OpenFile
 
@@ -65,7 +66,7 @@ def sync_prefixes(workshop: Workshop, prefixes: list[PrefixRow]) -> None:
             _recover(workshop, prefix)
             continue
         with workshop.catalog.read() as transaction:
-            names = transaction.extent_files(prefix.id)
+            names = Extents(transaction).files(prefix.id)
         sync_files(workshop, [*names, prefix.file or ""])
     workshop.files.sync_directory(workshop.directory.segments)
     workshop.files.sync_directory(workshop.directory.rows)
@@ -76,7 +77,7 @@ def sync_prefixes(workshop: Workshop, prefixes: list[PrefixRow]) -> None:
             now = transaction.by_id(prefix.id)
             unchanged = (prefix.generation, prefix.row_counts, prefix.state)
             if now is not None and (now.generation, now.row_counts, now.state) == unchanged:
-                transaction.mark_synced(prefix.id)
+                Extents(transaction).mark_synced(prefix.id)
 
 
 def _recover(workshop: Workshop, prefix: PrefixRow) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import apsw
 
 from pion_grpc.errors import Busy, CannotStart, DiskFull
-from pion_grpc.storage import blobs, copies, keyspace, leases, row_snapshots, sides, states
+from pion_grpc.storage import blobs, copies, extents, keyspace, leases, row_snapshots, sides, states
 from pion_grpc.storage.directory import rebuild_command
 from pion_grpc.storage.files import Files
 
@@ -39,8 +39,6 @@ RESTART_MS = 100
 """Length of the log from which on a commit waits until nobody reads it, and for how long."""
 EQUALS_MAX = 64
 """Equal matches among which the most recently used is chosen."""
-EXTENTS_AT_ONCE = 16
-"""Extents that are read at once where the latest ones may be enough."""
 _AFTER_ANY_TOKENS = b"\xff" * 257
 """Behind a beginning, an upper bound of every entry that begins so: a block has 256 bytes."""
 
@@ -88,14 +86,6 @@ CREATE TABLE node (
 CREATE TABLE block_table (
   prefix INTEGER PRIMARY KEY REFERENCES prefix (id), block_tokens INTEGER NOT NULL, hashes BLOB NOT NULL
 );
-CREATE TABLE extent (
-  prefix INTEGER NOT NULL REFERENCES prefix (id), tensor INTEGER NOT NULL, serial INTEGER NOT NULL,
-  first_row INTEGER NOT NULL, row_count INTEGER NOT NULL,
-  file TEXT NOT NULL, offset INTEGER NOT NULL, checksums BLOB NOT NULL,
-  boot TEXT,                              -- boot under which it was written unsynced; NULL: on disk
-  PRIMARY KEY (prefix, tensor, serial)
-) WITHOUT ROWID;
-CREATE INDEX extent_file ON extent (prefix, file);
 CREATE TABLE reservation (
   id INTEGER PRIMARY KEY AUTOINCREMENT, owner TEXT NOT NULL, tenant TEXT NOT NULL,
   prefix INTEGER NOT NULL, bytes INTEGER NOT NULL
@@ -200,24 +190,6 @@ class NewPrefix(NamedTuple):
             disk_bytes=0,
             durability="process",
         )
-
-
-class ExtentRow(NamedTuple):
-    """Rows of one tensor of a live prefix in a row file; a later serial supersedes.
-
-    `tensor` is the tensor's key (`TensorLayout.key`), which stays while a layout grows. Without a file
-    it is a hole: rows that were cut off, and read as zeros.
-    """
-
-    tensor: int
-    serial: int
-    first_row: int
-    row_count: int
-    file: str
-    offset: int
-    checksums: bytes
-    boot: str | None = None
-    """Boot under which it was written unsynced; None: on disk."""
 
 
 class BlockTableRow(NamedTuple):
@@ -510,6 +482,7 @@ _MIGRATIONS = (
     "".join(
         (
             _SCHEMA,
+            extents.SCHEMA,
             leases.SCHEMA,
             sides.SCHEMA,
             row_snapshots.SCHEMA,
@@ -524,7 +497,7 @@ _MIGRATIONS = (
 
 
 class Transaction:
-    """Reads and writes of one transaction, in terms of prefixes, extents and bytes."""
+    """Reads and writes of one transaction: prefixes here, the other tables through accessors."""
 
     def __init__(self, connection: apsw.Connection) -> None:
         self._connection = connection
@@ -658,7 +631,7 @@ class Transaction:
         if row is None:
             return
         files = [row.file] if row.file else []
-        files += [name for name in self.extent_files(prefix) if name]
+        files += [name for name in extents.Extents(self).files(prefix) if name]
         for table in (
             "tokens",
             "block_table",
@@ -779,84 +752,6 @@ class Transaction:
     def set_block_table(self, prefix: int, table: BlockTableRow) -> None:
         """Sets the caller's hashes of a prefix."""
         self.run("INSERT OR REPLACE INTO block_table VALUES (?, ?, ?)", (prefix, *table))
-
-    # -- rows of live prefixes
-
-    def extents(self, prefix: int) -> list[ExtentRow]:
-        """Returns the extents of a live prefix, by tensor, in order of writing."""
-        rows = self.all(
-            f"SELECT {', '.join(ExtentRow._fields)} FROM extent"
-            " WHERE prefix = ? ORDER BY tensor, serial",
-            (prefix,),
-        )
-        return [ExtentRow(*row) for row in rows]
-
-    def latest_extents(self, prefix: int, tensor: int, begin: int, end: int) -> Iterator[ExtentRow]:
-        """Yields the extents of a tensor with rows from `begin` to `end`, the latest first.
-
-        There may be very many, of which the first few say it all: they are read a few at a time.
-        """
-        serial = 1 << 62
-        while rows := self.all(
-            f"SELECT {', '.join(ExtentRow._fields)} FROM extent WHERE prefix = ? AND tensor = ?"
-            " AND serial < ? AND first_row < ? AND first_row + row_count > ?"
-            f" ORDER BY serial DESC LIMIT {EXTENTS_AT_ONCE}",
-            (prefix, tensor, serial, end, begin),
-        ):
-            for row in rows:
-                extent = ExtentRow(*row)
-                yield extent
-                serial = extent.serial
-
-    def extent_files(self, prefix: int) -> list[str]:
-        """Returns the row files of a live prefix; an empty name stands for holes.
-
-        There are few files and may be very many extents, so each name is found from the one before.
-        """
-        rows = self.all(
-            "WITH RECURSIVE found (file) AS (SELECT min(file) FROM extent WHERE prefix = ?1 UNION ALL"
-            " SELECT (SELECT min(file) FROM extent WHERE prefix = ?1 AND file > found.file)"
-            " FROM found WHERE found.file IS NOT NULL)"
-            " SELECT file FROM found WHERE file IS NOT NULL",
-            (prefix,),
-        )
-        return [row[0] for row in rows]
-
-    def unsynced_files(self, prefix: int) -> list[str]:
-        """Returns the row files of a prefix that may not be on stable storage."""
-        rows = self.all(
-            "SELECT DISTINCT file FROM extent WHERE prefix = ? AND boot IS NOT NULL", (prefix,)
-        )
-        return [row[0] for row in rows]
-
-    def mark_synced(self, prefix: int) -> None:
-        """Notes that all of a prefix is on stable storage."""
-        self.update(prefix, boot=None)
-        self.run("UPDATE extent SET boot = NULL WHERE prefix = ? AND boot IS NOT NULL", (prefix,))
-
-    def add_extent(self, prefix: int, extent: ExtentRow) -> None:
-        """Adds an extent; its serial is chosen here, after all others of its tensor."""
-        self.run(
-            "INSERT INTO extent SELECT ?, ?, coalesce(max(serial), 0) + 1, ?, ?, ?, ?, ?, ?"
-            " FROM extent WHERE prefix = ? AND tensor = ?",
-            (prefix, extent.tensor, *extent[2:], prefix, extent.tensor),
-        )
-
-    def remove_extents(self, prefix: int, tensor: int) -> None:
-        """Removes the extents of one tensor."""
-        self.run("DELETE FROM extent WHERE prefix = ? AND tensor = ?", (prefix, tensor))
-
-    def extent_count(self) -> int:
-        """Returns the number of extents that have rows, of all prefixes."""
-        return int(self.all("SELECT count(*) FROM extent WHERE file != ''", ())[0][0])
-
-    def replace_extents(self, prefix: int, extents: Iterable[ExtentRow]) -> None:
-        """Sets the extents of a prefix anew."""
-        self.run("DELETE FROM extent WHERE prefix = ?", (prefix,))
-        self._connection.executemany(
-            "INSERT INTO extent VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            ((prefix, *extent) for extent in extents),
-        )
 
     # -- reservations, garbage, usage
 
@@ -1003,6 +898,10 @@ class Transaction:
     def run(self, statement: str, values: tuple[Any, ...]) -> None:
         """Runs a statement to its end; for the tables of this package."""
         self._connection.execute(statement, values).fetchall()
+
+    def run_many(self, statement: str, values: Iterable[tuple[Any, ...]]) -> None:
+        """Runs a statement for each of the values; for the tables of this package."""
+        self._connection.executemany(statement, values).fetchall()
 
 
 def unix_ms() -> int:

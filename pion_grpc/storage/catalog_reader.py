@@ -19,10 +19,10 @@ from pion_grpc.storage.catalog import (
     BUSY_MS,
     SCHEMA_VERSION,
     DamagedCatalogue,
-    ExtentRow,
     PrefixRow,
     Transaction,
 )
+from pion_grpc.storage.extents import ExtentRow, Extents
 
 
 class Located(NamedTuple):
@@ -82,7 +82,7 @@ class CatalogReader:
                 return None
             parent = transaction.by_id(row.parent) if row.parent is not None else None
             name = parent.namespace if parent else ""
-            extents = [extent for extent in transaction.extents(identity) if extent.file]
+            extents = [extent for extent in Extents(transaction).of(identity) if extent.file]
             return Located(row, name, extents, transaction.token_ids(identity))
         finally:
             self._connection.execute("ROLLBACK")

@@ -10,6 +10,8 @@ What became of sides is counted here, too, by all processes of a server together
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from pion_grpc.storage.extents import Extents
+
 if TYPE_CHECKING:
     from pion_grpc.storage.catalog import Transaction
 
@@ -132,7 +134,7 @@ class Sides:
     def begin_counting(self) -> None:
         """Counts anew: the server starts, with what it finds unsaved."""
         declared = int(self._transaction.all("SELECT count(*) FROM side WHERE unsaved", ())[0][0])
-        begun = SideCounts(0, 0, self._transaction.extent_count() + declared, int(time.time()))
+        begun = SideCounts(0, 0, Extents(self._transaction).count() + declared, int(time.time()))
         for name, value in begun._asdict().items():
             self._transaction.run(
                 "INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"side {name}", value)

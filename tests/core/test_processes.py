@@ -17,6 +17,7 @@ from pion_grpc.core.storing import StoreSession
 from pion_grpc.core.values import Durability, FetchQuery, MissReason, Stored, WriteRowsHeader
 from pion_grpc.errors import Conflict, Corrupt, Evicted, NotStored
 from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.storage.extents import Extents
 from pion_wire.layout import Side
 from tests.core.support import (
     SMALL,
@@ -400,7 +401,7 @@ def test_durable_rows_from_many_threads_are_all_synced(machine: Machine) -> None
     with store.workshop.catalog.read() as transaction:
         row = transaction.by_name(TENANT, "p")
         assert row is not None
-        kept = {e.tensor: e.boot for e in transaction.extents(row.id) if e.tensor == 0}
+        kept = {e.tensor: e.boot for e in Extents(transaction).of(row.id) if e.tensor == 0}
     assert kept == {0: None}
 
 

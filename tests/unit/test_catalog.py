@@ -15,11 +15,11 @@ from pion_grpc.storage.catalog import (
     SCHEMA_VERSION,
     Catalog,
     DamagedCatalogue,
-    ExtentRow,
     NewPrefix,
     Transaction,
     unix_ms,
 )
+from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.files import PowerCut
 from pion_grpc.storage.leases import Leases
 
@@ -326,7 +326,7 @@ def test_usage_is_always_the_sum_of_what_is_named(catalog: Catalog) -> None:
         assert transaction.usage() == expected(transaction) == 180
         assert transaction.usage("t") == 130
         transaction.update(first, disk_bytes=70, file="segments/x")
-        transaction.add_extent(first, ExtentRow(0, 0, 0, 5, "rows/y", 0, b""))
+        Extents(transaction).add(first, ExtentRow(0, 0, 0, 5, "rows/y", 0, b""))
         assert transaction.usage() == expected(transaction) == 150
         transaction.delete(first)
         assert sorted(transaction.garbage()) == ["rows/y", "segments/x"]
@@ -366,14 +366,14 @@ def test_of_extents_the_later_one_has_the_higher_serial(catalog: Catalog) -> Non
     prefix = insert(catalog, "p")
     with catalog.write() as transaction:
         for tensor in (0, 1, 0, 0):
-            transaction.add_extent(prefix, ExtentRow(tensor, 0, 0, 1, "rows/a", 0, b"", "boot"))
-        extents = transaction.extents(prefix)
+            Extents(transaction).add(prefix, ExtentRow(tensor, 0, 0, 1, "rows/a", 0, b"", "boot"))
+        extents = Extents(transaction).of(prefix)
         assert [(e.tensor, e.serial) for e in extents] == [(0, 1), (0, 2), (0, 3), (1, 1)]
-        assert transaction.unsynced_files(prefix) == ["rows/a"]
-        transaction.mark_synced(prefix)
-        assert transaction.unsynced_files(prefix) == []
-        transaction.replace_extents(prefix, extents[:1])
-        assert transaction.extents(prefix) == extents[:1]
+        assert Extents(transaction).unsynced_files(prefix) == ["rows/a"]
+        Extents(transaction).mark_synced(prefix)
+        assert Extents(transaction).unsynced_files(prefix) == []
+        Extents(transaction).replace(prefix, extents[:1])
+        assert Extents(transaction).of(prefix) == extents[:1]
 
 
 def test_a_generation_is_never_given_twice(catalog: Catalog) -> None:
@@ -389,10 +389,10 @@ def test_a_generation_is_never_given_twice(catalog: Catalog) -> None:
 def test_every_file_of_many_extents_is_named_once(catalog: Catalog) -> None:
     prefix, other = insert(catalog, "p"), insert(catalog, "q")
     with catalog.write() as transaction:
-        assert transaction.extent_files(prefix) == []
+        assert Extents(transaction).files(prefix) == []
         for number in range(300):
             file = ["rows/b", "", "rows/a"][number % 3]
-            transaction.add_extent(prefix, ExtentRow(number % 7, 0, number, 1, file, 0, b""))
-        transaction.add_extent(other, ExtentRow(0, 0, 0, 1, "rows/z", 0, b""))
-        assert transaction.extent_files(prefix) == ["", "rows/a", "rows/b"]
-        assert transaction.extent_files(other) == ["rows/z"]
+            Extents(transaction).add(prefix, ExtentRow(number % 7, 0, number, 1, file, 0, b""))
+        Extents(transaction).add(other, ExtentRow(0, 0, 0, 1, "rows/z", 0, b""))
+        assert Extents(transaction).files(prefix) == ["", "rows/a", "rows/b"]
+        assert Extents(transaction).files(other) == ["rows/z"]
