@@ -19,6 +19,7 @@ from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import OverBudget
 from pion_grpc.storage.catalog import PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.leases import Leases
+from pion_grpc.storage.match_index import MatchIndex
 from pion_wire.blocks import common_tokens, root_hash
 
 Answer = TypeVar("Answer")
@@ -64,7 +65,7 @@ def _lookup(workshop: Workshop, tenant: str, query: LookupQuery) -> tuple[Lookup
             return LookupResult(hit=False, reason=MissReason.NOT_STORED), 0
         chain = transaction.chain(row)
         info = prefix_info(transaction, row, chain)
-        token_ids = transaction.token_ids(row.id) if query.token_ids else b""
+        token_ids = MatchIndex(transaction).token_ids(row.id) if query.token_ids else b""
     reason, difference = _expectation(row, query, token_ids)
     if reason is not MissReason.NONE:
         miss = LookupResult(False, reason, prefix=info, first_difference=difference)

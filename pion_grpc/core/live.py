@@ -35,6 +35,7 @@ from pion_grpc.errors import (
 )
 from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_grpc.storage.extents import ExtentRow, Extents
+from pion_grpc.storage.match_index import MatchIndex
 from pion_grpc.storage.pages import RowFile, SegmentWriter
 from pion_grpc.storage.sides import Sides
 from pion_wire import limits
@@ -248,7 +249,7 @@ def tensor_of(
     declared = Sides(transaction).of(row.id).get(side.value)
     if declared:
         return Declaration.from_json(declared).tensor(slot, side)
-    if slot >= limits.SLOTS_MAX or transaction.token_ids(row.id):
+    if slot >= limits.SLOTS_MAX or MatchIndex(transaction).token_ids(row.id):
         return None
     alike = {dataclasses.replace(tensor, slot=slot) for tensor in own}
     return alike.pop() if len(alike) == 1 else None
@@ -317,7 +318,7 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
         row = now
         chain = transaction.chain(row)
         extents = Extents(transaction).of(row.id)
-        token_ids = transaction.token_ids(row.id)
+        token_ids = MatchIndex(transaction).token_ids(row.id)
         parent = chain[-2].namespace if len(chain) > 1 else ""
         counts = own_row_counts(row)
         segment = SegmentLayout(

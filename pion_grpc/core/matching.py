@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from pion_grpc.core.reading import chain_parts
 from pion_grpc.storage.catalog import PrefixRow, Transaction
+from pion_grpc.storage.match_index import MatchIndex
 from pion_wire.blocks import BLOCK_BYTES, BLOCK_TOKENS, block_hashes, common_tokens, root_hash
 from pion_wire.layout import PartInfo
 
@@ -74,13 +75,13 @@ def longest_match(transaction: Transaction, root: bytes, token_ids: bytes) -> Fo
     stored, beyond = 0, len(blocks) + 1  # blocks 0..stored are stored, block `beyond` is not
     while beyond - stored > 1:
         middle = (stored + beyond) // 2
-        if transaction.has_node(parents[middle - 1], blocks[middle - 1]):
+        if MatchIndex(transaction).has(parents[middle - 1], blocks[middle - 1]):
             stored = middle
         else:
             beyond = middle
 
     rest = token_ids[stored * BLOCK_BYTES : (stored + 1) * BLOCK_BYTES]
-    neighbours = transaction.neighbours(parents[stored], rest) if rest else []
+    neighbours = MatchIndex(transaction).neighbours(parents[stored], rest) if rest else []
     nearest = max(neighbours, key=lambda tokens: common_tokens(tokens, rest), default=b"")
     inside = common_tokens(nearest, rest)
     if inside:
@@ -89,7 +90,7 @@ def longest_match(transaction: Transaction, root: bytes, token_ids: bytes) -> Fo
         entry = parents[stored - 1], blocks[stored - 1]
     else:
         return None
-    prefix = transaction.most_recent(*entry)
+    prefix = MatchIndex(transaction).most_recent(*entry)
     return Found(prefix, stored * BLOCK_TOKENS + inside) if prefix else None
 
 
@@ -114,11 +115,11 @@ def served_with_parts(
         # Who shares a block may share nearly all of the next one, and have a boundary there.
         if end + BLOCK_TOKENS <= best.tokens or len(examined) > EXAMINED_MAX:
             break
-        for number in transaction.having(parent, ends, limit=EXAMINED_MAX):
+        for number in MatchIndex(transaction).having(parent, ends, limit=EXAMINED_MAX):
             prefix = transaction.by_id(number) if number not in examined else None
             if prefix is not None:
                 examined.add(number)
-                tokens = common_tokens(transaction.token_ids(number), token_ids)
+                tokens = common_tokens(MatchIndex(transaction).token_ids(number), token_ids)
                 there = _served(transaction, prefix, tokens, kinds)
                 if there.tokens > best.tokens:
                     # What cut the answer is what the longest match does not have.

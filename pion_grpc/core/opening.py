@@ -25,6 +25,7 @@ from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import Corrupt, Evicted, GenerationDiffers, RowsOutOfRange, Unreadable
 from pion_grpc.storage.catalog import PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.extents import ExtentRow, Extents
+from pion_grpc.storage.match_index import MatchIndex
 from pion_wire.layout import Layout, PartInfo
 
 
@@ -62,7 +63,7 @@ def open_prefix(
                 return LookupResult(hit=False, reason=reason)
             chain = transaction.chain(row)
             extents = Extents(transaction).of(row.id) if row.state == "live" else []
-            token_ids = transaction.token_ids(row.id)
+            token_ids = MatchIndex(transaction).token_ids(row.id)
             info = prefix_info(transaction, row, chain)
         if query.generation and query.generation != row.generation:
             raise GenerationDiffers(

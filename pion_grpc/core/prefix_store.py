@@ -50,9 +50,10 @@ from pion_grpc.core.values import (
 )
 from pion_grpc.core.workshop import RowFileNames, Workshop, sync_prefixes
 from pion_grpc.errors import DiskFull, Evicted, InvalidRequest, LayoutDiffers, NotStored, PionError
-from pion_grpc.storage.catalog import BlockTableRow, Catalog, NewPrefix, PrefixRow, Transaction
+from pion_grpc.storage.catalog import Catalog, NewPrefix, PrefixRow, Transaction
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
+from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
 from pion_grpc.storage.sides import Sides
 from pion_wire import limits
 from pion_wire.layout import Layout, Side
@@ -177,7 +178,9 @@ class PrefixStore:
                 row = transaction.by_id(identity)
                 assert row is not None
             if table is not None:
-                transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
+                MatchIndex(transaction).set_block_table(
+                    row.id, BlockTableRow(table.block_tokens, table.hashes)
+                )
             transaction.update(row.id, prefill_ms=prefill_ms)
             return prefix_info(transaction, row._replace(prefill_ms=prefill_ms))
 
@@ -216,7 +219,7 @@ class PrefixStore:
         check_namespace(namespace)
         with self._catalog.read() as transaction:
             row = transaction.by_name(tenant, namespace)
-            table = transaction.block_table(row.id) if row else None
+            table = MatchIndex(transaction).block_table(row.id) if row else None
         if row is None or table is None:
             return None
         self.space.uses.note(row.id, "k")

@@ -52,6 +52,7 @@ from pion_grpc.storage.catalog import (
 )
 from pion_grpc.storage.directory import NOT_ADOPTED, DataDirectory
 from pion_grpc.storage.files import Files
+from pion_grpc.storage.match_index import MatchIndex
 from pion_grpc.storage.pages import CheckedRun, OpenFile, disk_errors, open_segment
 from pion_wire import limits
 from pion_wire.blocks import common_tokens
@@ -444,7 +445,7 @@ def _fits(
         and parent.depth + 1 < limits.CHAIN_DEPTH_MAX
         and extends(parent, segment.base)
         and all(counts.get(tensor, 0) >= segment.base for tensor in segment.layout.tensors)
-        and common_tokens(transaction.token_ids(parent.id), token_ids) >= segment.base
+        and common_tokens(MatchIndex(transaction).token_ids(parent.id), token_ids) >= segment.base
     )
 
 

@@ -42,8 +42,9 @@ from pion_grpc.core.values import (
     check_prefill,
 )
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored
-from pion_grpc.storage.catalog import BlockTableRow, NewPrefix, PrefixRow, Transaction
+from pion_grpc.storage.catalog import NewPrefix, PrefixRow, Transaction
 from pion_grpc.storage.extents import ExtentRow, Extents
+from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
 from pion_grpc.storage.row_snapshots import RowSnapshots
 from pion_grpc.storage.sides import Sides
 from pion_wire.layout import DType, Layout, Side, TensorLayout
@@ -101,7 +102,9 @@ class Sessions:
                 else:
                     _check_same_by_name(transaction, row, side, declaration)
             if table is not None:
-                transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
+                MatchIndex(transaction).set_block_table(
+                    row.id, BlockTableRow(table.block_tokens, table.hashes)
+                )
                 Sides(transaction).count_records(1)
             transaction.update(row.id, prefill_ms=prefill_ms)
 

@@ -27,6 +27,7 @@ from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import Extents
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.leases import Leases
+from pion_grpc.storage.match_index import MatchIndex
 from pion_grpc.storage.states import States
 
 CATALOG_HEADROOM_BYTES = 4 << 20
@@ -417,13 +418,13 @@ def leave_index(transaction: Transaction, prefix: PrefixRow) -> bytes:
 
     Returns the tokens that it had there.
     """
-    token_ids = transaction.token_ids(prefix.id)
+    token_ids = MatchIndex(transaction).token_ids(prefix.id)
     if token_ids:
-        transaction.remove_nodes(prefix.id, _nodes(prefix, token_ids))
+        MatchIndex(transaction).remove(prefix.id, _nodes(prefix, token_ids))
         for child in transaction.children(prefix.id):
             if child.visible:
                 shared = token_ids[: 4 * child.base]
-                transaction.add_nodes(child.id, whole_nodes(child, shared))
+                MatchIndex(transaction).add(child.id, whole_nodes(child, shared))
     return token_ids
 
 
@@ -436,14 +437,14 @@ def keep_tokens(transaction: Transaction, prefix: PrefixRow, count: int, fidelit
         count: leading rows that have not changed.
         fidelity: what its rows are stored in now.
     """
-    token_ids = transaction.token_ids(prefix.id)
+    token_ids = MatchIndex(transaction).token_ids(prefix.id)
     kept = token_ids[: 4 * count]
     if kept == token_ids and fidelity == prefix.fidelity:
         return
     leave_index(transaction, prefix)
-    transaction.set_token_ids(prefix.id, kept)
+    MatchIndex(transaction).set_token_ids(prefix.id, kept)
     if kept:
-        transaction.add_nodes(prefix.id, _nodes(prefix._replace(fidelity=fidelity), kept))
+        MatchIndex(transaction).add(prefix.id, _nodes(prefix._replace(fidelity=fidelity), kept))
 
 
 def whole_nodes(prefix: PrefixRow, token_ids: bytes) -> Iterable[tuple[bytes, bytes]]:

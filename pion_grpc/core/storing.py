@@ -28,12 +28,8 @@ from pion_grpc.errors import (
     NotStored,
     OtherContent,
 )
-from pion_grpc.storage.catalog import (
-    BlockTableRow,
-    NewPrefix,
-    PrefixRow,
-    Transaction,
-)
+from pion_grpc.storage.catalog import NewPrefix, PrefixRow, Transaction
+from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
 from pion_grpc.storage.pages import SegmentWriter
 from pion_wire import limits
 from pion_wire.blocks import BLOCK_TOKENS, common_tokens, derived_namespace, root_hash
@@ -162,7 +158,9 @@ class StoreSession:
         segment = SegmentFile(self._file, self._segment.file_bytes, header.token_ids, boot)
         generation = name_segment(transaction, row, segment)
         if table is not None:
-            transaction.set_block_table(row.id, BlockTableRow(table.block_tokens, table.hashes))
+            MatchIndex(transaction).set_block_table(
+                row.id, BlockTableRow(table.block_tokens, table.hashes)
+            )
         return Stored(
             row.namespace,
             already_stored=False,
@@ -198,14 +196,18 @@ def name_segment(transaction: Transaction, row: PrefixRow, segment: SegmentFile)
     )
     generation = transaction.new_generation(row.id)
     transaction.stamp([(row.id, "")])
-    transaction.set_token_ids(row.id, segment.token_ids)
+    MatchIndex(transaction).set_token_ids(row.id, segment.token_ids)
     if segment.token_ids:
         entries = nodes(row.tenant, row.model_id, row.fidelity, segment.token_ids)
         # The blocks before the base are in the index through the parent, as long as it is there too.
         parent = transaction.by_id(row.parent) if row.parent is not None else None
-        found = transaction.token_ids(parent.id) if parent is not None and parent.visible else b""
+        found = (
+            MatchIndex(transaction).token_ids(parent.id)
+            if parent is not None and parent.visible
+            else b""
+        )
         own = _first_own_block(row, segment.token_ids) if len(found) >= 4 * row.base else 0
-        transaction.add_nodes(row.id, entries[own:])
+        MatchIndex(transaction).add(row.id, entries[own:])
     return generation
 
 
@@ -341,7 +343,7 @@ def compare(
         OtherContent, LayoutDiffers: it is not.
     """
     name = header.namespace
-    stored_ids = transaction.token_ids(existing.id)
+    stored_ids = MatchIndex(transaction).token_ids(existing.id)
     if existing.model_id != header.model_id:
         problem: OtherContent | LayoutDiffers = OtherContent(
             f"{name!r} was computed by another model; use another name, or replace", namespace=name
@@ -417,7 +419,7 @@ def _parent(
         raise InvalidRequest(
             "base", f"{header.base} exceeds the parent's {parent.token_count} rows"
         )
-    agreeing = common_tokens(transaction.token_ids(parent.id), header.token_ids)
+    agreeing = common_tokens(MatchIndex(transaction).token_ids(parent.id), header.token_ids)
     if agreeing < header.base:
         raise InvalidRequest(
             "token_ids",
@@ -438,5 +440,5 @@ def _parent(
 
 
 def _table(transaction: Transaction, prefix: int) -> BlockTable | None:
-    row = transaction.block_table(prefix)
+    row = MatchIndex(transaction).block_table(prefix)
     return BlockTable(row.block_tokens, bytes(row.hashes)) if row else None

@@ -16,14 +16,24 @@ import contextlib
 import queue
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import apsw
 
 from pion_grpc.errors import Busy, CannotStart, DiskFull
-from pion_grpc.storage import blobs, copies, extents, keyspace, leases, row_snapshots, sides, states
+from pion_grpc.storage import (
+    blobs,
+    copies,
+    extents,
+    keyspace,
+    leases,
+    match_index,
+    row_snapshots,
+    sides,
+    states,
+)
 from pion_grpc.storage.directory import rebuild_command
 from pion_grpc.storage.files import Files
 
@@ -37,10 +47,6 @@ LOG_PAGES = 500
 LONG_LOG_PAGES = 2_000
 RESTART_MS = 100
 """Length of the log from which on a commit waits until nobody reads it, and for how long."""
-EQUALS_MAX = 64
-"""Equal matches among which the most recently used is chosen."""
-_AFTER_ANY_TOKENS = b"\xff" * 257
-"""Behind a beginning, an upper bound of every entry that begins so: a block has 256 bytes."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -78,14 +84,6 @@ CREATE INDEX prefix_parent ON prefix (parent) WHERE parent IS NOT NULL;
 CREATE INDEX prefix_use ON prefix (last_use);
 CREATE INDEX prefix_owner ON prefix (owner) WHERE owner IS NOT NULL;
 CREATE INDEX prefix_hidden ON prefix (id) WHERE NOT visible AND state != 'open';
-CREATE TABLE tokens (prefix INTEGER PRIMARY KEY REFERENCES prefix (id), token_ids BLOB NOT NULL);
-CREATE TABLE node (
-  parent BLOB NOT NULL, tokens BLOB NOT NULL, prefix INTEGER NOT NULL REFERENCES prefix (id),
-  PRIMARY KEY (parent, tokens, prefix)
-) WITHOUT ROWID;
-CREATE TABLE block_table (
-  prefix INTEGER PRIMARY KEY REFERENCES prefix (id), block_tokens INTEGER NOT NULL, hashes BLOB NOT NULL
-);
 CREATE TABLE reservation (
   id INTEGER PRIMARY KEY AUTOINCREMENT, owner TEXT NOT NULL, tenant TEXT NOT NULL,
   prefix INTEGER NOT NULL, bytes INTEGER NOT NULL
@@ -190,13 +188,6 @@ class NewPrefix(NamedTuple):
             disk_bytes=0,
             durability="process",
         )
-
-
-class BlockTableRow(NamedTuple):
-    """The caller's hashes of one prefix."""
-
-    block_tokens: int
-    hashes: bytes
 
 
 class Totals(NamedTuple):
@@ -482,6 +473,7 @@ _MIGRATIONS = (
     "".join(
         (
             _SCHEMA,
+            match_index.SCHEMA,
             extents.SCHEMA,
             leases.SCHEMA,
             sides.SCHEMA,
@@ -529,15 +521,15 @@ class Transaction:
 
     def by_name(self, tenant: str, namespace: str) -> PrefixRow | None:
         """Returns the visible prefix of that name."""
-        return self._prefix("visible AND tenant = ? AND namespace = ?", (tenant, namespace))
+        return self.find("visible AND tenant = ? AND namespace = ?", (tenant, namespace))
 
     def by_id(self, prefix: int) -> PrefixRow | None:
         """Returns a prefix, visible or not."""
-        return self._prefix("id = ?", (prefix,))
+        return self.find("id = ?", (prefix,))
 
     def by_lease(self, lease: bytes, now_unix_ms: int) -> PrefixRow | None:
         """Returns what an unexpired lease keeps readable."""
-        return self._prefix(
+        return self.find(
             "id = (SELECT prefix FROM lease WHERE id = ? AND expires_unix_ms > ?)",
             (lease, now_unix_ms),
         )
@@ -650,7 +642,7 @@ class Transaction:
     def victim(self, now_unix_ms: int, tenant: str | None) -> PrefixRow | None:
         """Returns the least recently used prefix that may go: no child, no lease, not open."""
         condition, values = ("AND tenant = ?", (tenant,)) if tenant is not None else ("", ())
-        return self._prefix(
+        return self.find(
             f"state != 'open' {condition}"
             " AND NOT EXISTS (SELECT 1 FROM prefix AS child WHERE child.parent = prefix.id)"
             " AND NOT EXISTS (SELECT 1 FROM lease WHERE lease.prefix = prefix.id"
@@ -680,78 +672,6 @@ class Transaction:
                 "UPDATE side SET last_use = max(last_use, ?) WHERE prefix = ? AND instr(?, side)",
                 (clock, prefix, used_sides or "kv"),
             )
-
-    # -- tokens and the match index
-
-    def token_ids(self, prefix: int) -> bytes:
-        """Returns the token ids of a prefix, those of its parents included; empty if it has none."""
-        rows = self.all("SELECT token_ids FROM tokens WHERE prefix = ?", (prefix,))
-        return bytes(rows[0][0]) if rows else b""
-
-    def set_token_ids(self, prefix: int, token_ids: bytes) -> None:
-        """Sets the token ids of a prefix; none forgets them."""
-        if token_ids:
-            self.run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", (prefix, token_ids))
-        else:
-            self.run("DELETE FROM tokens WHERE prefix = ?", (prefix,))
-
-    def add_nodes(self, prefix: int, nodes: Iterable[tuple[bytes, bytes]]) -> None:
-        """Adds (parent, tokens) entries of a prefix to the match index; twice is once."""
-        self._connection.executemany(
-            "INSERT OR IGNORE INTO node VALUES (?, ?, ?)", ((*node, prefix) for node in nodes)
-        )
-
-    def remove_nodes(self, prefix: int, nodes: Iterable[tuple[bytes, bytes]]) -> None:
-        """Removes entries of a prefix from the match index, where they are there."""
-        self._connection.executemany(
-            "DELETE FROM node WHERE parent = ? AND tokens = ? AND prefix = ?",
-            ((*node, prefix) for node in nodes),
-        )
-
-    def has_node(self, parent: bytes, tokens: bytes) -> bool:
-        """Says whether any prefix has this entry."""
-        return bool(
-            self.all("SELECT 1 FROM node WHERE parent = ? AND tokens = ? LIMIT 1", (parent, tokens))
-        )
-
-    def neighbours(self, parent: bytes, tokens: bytes) -> list[bytes]:
-        """Returns the entries under `parent` just before and just after `tokens`, itself included."""
-        after = self.all(
-            "SELECT tokens FROM node WHERE parent = ? AND tokens >= ? ORDER BY tokens LIMIT 1",
-            (parent, tokens),
-        )
-        before = self.all(
-            "SELECT tokens FROM node WHERE parent = ? AND tokens < ? ORDER BY tokens DESC LIMIT 1",
-            (parent, tokens),
-        )
-        return [bytes(row[0]) for row in after + before]
-
-    def most_recent(self, parent: bytes, beginning: bytes) -> PrefixRow | None:
-        """Returns the most recently used prefix with an entry that begins so; a few are looked at."""
-        return self._prefix(
-            "id IN (SELECT prefix FROM node WHERE parent = ? AND tokens BETWEEN ? AND ?"
-            f" ORDER BY tokens DESC, prefix DESC LIMIT {EQUALS_MAX}) ORDER BY last_use DESC LIMIT 1",
-            (parent, beginning, beginning + _AFTER_ANY_TOKENS),
-        )
-
-    def having(self, parent: bytes, entries: Sequence[bytes], *, limit: int) -> list[int]:
-        """Returns the ids of prefixes with any of these entries under `parent`, the youngest first."""
-        marks = ", ".join("?" * len(entries))
-        rows = self.all(
-            f"SELECT prefix FROM node WHERE parent = ? AND tokens IN ({marks})"
-            " ORDER BY prefix DESC LIMIT ?",
-            (parent, *entries, limit),
-        )
-        return [prefix for (prefix,) in rows]
-
-    def block_table(self, prefix: int) -> BlockTableRow | None:
-        """Returns the caller's hashes of a prefix."""
-        rows = self.all("SELECT block_tokens, hashes FROM block_table WHERE prefix = ?", (prefix,))
-        return BlockTableRow(*rows[0]) if rows else None
-
-    def set_block_table(self, prefix: int, table: BlockTableRow) -> None:
-        """Sets the caller's hashes of a prefix."""
-        self.run("INSERT OR REPLACE INTO block_table VALUES (?, ?, ?)", (prefix, *table))
 
     # -- reservations, garbage, usage
 
@@ -845,7 +765,8 @@ class Transaction:
 
     # -- helpers
 
-    def _prefix(self, condition: str, values: tuple[Any, ...]) -> PrefixRow | None:
+    def find(self, condition: str, values: tuple[Any, ...]) -> PrefixRow | None:
+        """Returns the first prefix of which a condition holds; for the tables of this package."""
         rows = self._prefixes(condition, values)
         return rows[0] if rows else None
 

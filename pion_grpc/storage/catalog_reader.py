@@ -23,6 +23,7 @@ from pion_grpc.storage.catalog import (
     Transaction,
 )
 from pion_grpc.storage.extents import ExtentRow, Extents
+from pion_grpc.storage.match_index import MatchIndex
 
 
 class Located(NamedTuple):
@@ -83,7 +84,7 @@ class CatalogReader:
             parent = transaction.by_id(row.parent) if row.parent is not None else None
             name = parent.namespace if parent else ""
             extents = [extent for extent in Extents(transaction).of(identity) if extent.file]
-            return Located(row, name, extents, transaction.token_ids(identity))
+            return Located(row, name, extents, MatchIndex(transaction).token_ids(identity))
         finally:
             self._connection.execute("ROLLBACK")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pion_grpc.core.matching import EXAMINED_MAX, Served, longest_match, nodes, served_with_parts
-from pion_grpc.storage.catalog import EQUALS_MAX, Catalog, NewPrefix
+from pion_grpc.storage.catalog import Catalog, NewPrefix
+from pion_grpc.storage.match_index import EQUALS_MAX, MatchIndex
 from pion_wire.blocks import block_hashes, pack_token_ids, root_hash
 
 ROOT = root_hash("t", "m", "raw")
@@ -39,8 +40,8 @@ def index(
                 parts=parts, disk_bytes=1, durability="process",
             )
         )  # fmt: skip
-        transaction.set_token_ids(prefix, pack_token_ids(ids))
-        transaction.add_nodes(prefix, nodes("t", "m", fidelity, pack_token_ids(ids)))
+        MatchIndex(transaction).set_token_ids(prefix, pack_token_ids(ids))
+        MatchIndex(transaction).add(prefix, nodes("t", "m", fidelity, pack_token_ids(ids)))
         return prefix
 
 
