@@ -272,6 +272,9 @@ class FetchQuery:
             check_namespace(self.namespace)
         if len(self.lease_id) > 16:
             raise InvalidRequest("lease_id", "is not a lease")
+        begin, end = self.rows.begin, self.rows.end
+        if end and begin > end:
+            raise InvalidRequest("rows", f"they begin at {begin} and end at {end}, before that")
         _check_kinds(self.part_kinds)
 
 

@@ -88,7 +88,7 @@ class StoreContract:
                 t: d[16 * begin_row : 16 * last] for t, d in truth(SMALL, PROMPT).items()
             }
 
-    @pytest.mark.parametrize(("begin_row", "end"), [(0, 201), (201, 0), (5, 4), (1 << 60, 1 << 61)])
+    @pytest.mark.parametrize(("begin_row", "end"), [(0, 201), (201, 0), (1 << 60, 1 << 61)])
     def test_rows_beyond_the_end_are_never_made_up(
         self, store: PrefixStore, begin_row: int, end: int
     ) -> None:

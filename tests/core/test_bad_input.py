@@ -13,6 +13,7 @@ from pion_grpc.core.values import (
     BlockTable,
     FetchQuery,
     LookupQuery,
+    RowRange,
     WriteRowsHeader,
 )
 from pion_grpc.errors import (
@@ -271,7 +272,8 @@ BAD_CALLS: dict[str, tuple[Callable[[PrefixStore], object], str]] = {
     "probes of part of a hash": (lambda s: s.membership(TENANT, "p", b"1234"), "hashes"),
     "a fetch of nothing": (lambda s: FetchQuery(), "namespace"),
     "a fetch of two things": (lambda s: FetchQuery("p", b"l" * 16), "namespace"),
-    "a lease that is none": (lambda s: FetchQuery(lease_id=b"l" * 17), "lease_id"),
+    "a lease that is not one": (lambda s: FetchQuery(lease_id=b"l" * 17), "lease_id"),
+    "rows that end before they begin": (lambda s: FetchQuery("p", rows=RowRange(5, 4)), "rows"),
     "no scattered rows": (
         lambda s: s.read_rows(TENANT, "sound", 0, Side.K, []), "rows"),
     "too many scattered rows": (

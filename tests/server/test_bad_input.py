@@ -301,6 +301,8 @@ BAD_FETCHES: dict[str, tuple[dict[str, Any], str, str]] = {
     "oversized lease": ({"lease_id": bytes(1_000_000)}, "INVALID", "lease_id"),
     "unknown lease": ({"lease_id": b"x"}, "EVICTED", ""),
     "rows beyond the end": ({"namespace": "bad/victim", "rows": {"end": 51}}, "ROWS", ""),
+    "rows that end before they begin": (
+        {"namespace": "bad/victim", "rows": {"begin": 5, "end": 3}}, "INVALID", "rows"),
     "absurd rows": ({"namespace": "bad/victim", "rows": {"begin": 2**60, "end": 2**61}}, "ROWS", ""),
     "rows from an absurd one": ({"namespace": "bad/victim", "rows": {"begin": 2**64 - 1}}, "ROWS", ""),
     "an absurd generation": ({"namespace": "bad/victim", "generation": 2**64 - 1}, "GENERATION", ""),
