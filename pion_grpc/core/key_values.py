@@ -23,7 +23,7 @@ class NoSuchKey(KeyspaceError):
 
 
 class NotANumber(KeyspaceError):
-    """A value is no number, or would no longer fit into one."""
+    """A value is not a number, or would no longer fit into one."""
 
 
 class TooLong(KeyspaceError):
@@ -55,7 +55,7 @@ class ScoreRules(NamedTuple):
         """Returns the score that a member gets; None if it stays as it is.
 
         Raises:
-            NotANumber: the sum is none.
+            NotANumber: the sum is not a number.
         """
         if known is None:
             return None if self.only_known else wanted

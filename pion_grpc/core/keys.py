@@ -135,7 +135,7 @@ class Keys:
         """Returns a string.
 
         Raises:
-            WrongKind: it is none.
+            WrongKind: it is not a string.
         """
         key = self._of_kind(name, Kind.STRING)
         return self._value(key) if key else None
@@ -179,7 +179,7 @@ class Keys:
             reading.close()
 
     def append(self, name: bytes, more: bytes) -> int:
-        """Puts bytes behind a string, and returns its new length."""
+        """Puts bytes at the end of a string, and returns its new length."""
         return self._overwrite(name, self.whole(name) + more)
 
     def set_range(self, name: bytes, offset: int, part: bytes) -> int:
@@ -196,7 +196,7 @@ class Keys:
         """Adds to a string that is an integer, and returns the sum.
 
         Raises:
-            NotANumber: it is none, or the sum has more than 64 bits.
+            NotANumber: it is not an integer, or the sum has more than 64 bits.
         """
         total = checked_sum(self._number(name), by, "value")
         self._overwrite(name, b"%d" % total)
@@ -323,7 +323,7 @@ class Keys:
         self._changed(key)
 
     def replace_list(self, name: bytes, values: Sequence[bytes]) -> None:
-        """Puts these values in place of those of a list; none of them is no list."""
+        """Puts these values in place of those of a list; without any there is no list."""
         expires = self._existing(name).expires_unix_ms
         self._table.remove(name)
         if values:
@@ -357,7 +357,7 @@ class Keys:
         return [key is not None and self._table.has_member(key.id, m) for m in members]
 
     def replace_set(self, name: bytes, members: Iterable[bytes]) -> int:
-        """Puts a set in place of whatever has the name; returns its size, an empty one is none."""
+        """Puts a set in place of whatever has the name; returns its size. An empty one is not kept."""
         self._table.remove(name)
         wanted = list(members)
         return self.add_members(name, wanted) if wanted else 0
@@ -370,7 +370,7 @@ class Keys:
         """Sets scores of members, new ones and old ones as the rules allow.
 
         Raises:
-            NotANumber: a sum is none.
+            NotANumber: a sum is not a number.
         """
         if self._of_kind(name, Kind.SORTED_SET) is None and rules.only_known:
             return ScoresAdded(0, 0, None)

@@ -260,7 +260,7 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "export of both": ("Export", {"namespace": "bad/victim", "lease_id": b"x"}, "namespace"),
     "export with a long lease": (
         "Export", {"namespace": "bad/victim", "lease_ms": 60_001}, "lease_ms"),
-    "export under a lease that is none": ("Export", {"lease_id": bytes(17)}, "lease_id"),
+    "export under a lease that is not one": ("Export", {"lease_id": bytes(17)}, "lease_id"),
     "drop of too many": ("Drop", {"namespaces": ["bad/n"] * 1_001}, "namespaces"),
     "save of too many": ("Save", {"namespaces": ["bad/n"] * 1_001}, "namespaces"),
     "page of too many": ("List", {"page_size": 1_001}, "page_size"),

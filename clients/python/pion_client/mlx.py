@@ -181,7 +181,7 @@ class PionPromptCache(AttendByNamespace):
 
         With a namespace it is that prefix: if the name holds other tokens, or rows of another model
         or layout, that is a miss, and what is stored there stays. Without one it is the longest stored
-        beginning of these tokens; only the rest is prefilled, and stored behind it.
+        beginning of these tokens; only the rest is prefilled, and stored as its continuation.
 
         What the caller runs on the cache next must not be empty: it holds no logits.
 

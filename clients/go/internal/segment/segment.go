@@ -327,14 +327,14 @@ func parse(text []byte) (*Segment, error) {
 func parseParts(text string) ([]pion.PartInfo, error) {
 	var rows [][5]json.RawMessage
 	if json.Unmarshal([]byte(text), &rows) != nil || len(rows) > wire.PartsMax {
-		return nil, damaged("its parts are none")
+		return nil, damaged("its parts are not valid")
 	}
 	parts := make([]pion.PartInfo, len(rows))
 	for i, row := range rows {
 		p := &parts[i]
 		for j, field := range []any{&p.Kind, &p.Slot, &p.BoundaryTokens, &p.SizeBytes, &p.Description} {
 			if json.Unmarshal(row[j], field) != nil {
-				return nil, damaged("its part %d is none", i)
+				return nil, damaged("its part %d is not valid", i)
 			}
 		}
 		if p.SizeBytes > wire.PartBytesMax {

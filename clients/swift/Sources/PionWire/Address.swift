@@ -9,7 +9,7 @@ public enum Address: Sendable, Hashable {
 
     /// Returns the addresses in a text: one, or several of "host:port" with commas between them.
     ///
-    /// - Throws: `PionError` if one of them is none.
+    /// - Throws: `PionError` if one of them is not valid.
     public static func list(_ text: String) throws -> [(text: String, address: Address)] {
         if text.hasPrefix("unix:") { return [(text, try Address(text))] }
         return try text.split(separator: ",", omittingEmptySubsequences: false).map { one in
