@@ -17,6 +17,7 @@ from typing import NamedTuple
 from pion_grpc.core.exporting import ExportedFile, Exports
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import Corrupt
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import SEGMENT_SUFFIX, BlobRow, Blobs
 from pion_grpc.storage.catalog import Transaction
 from pion_grpc.storage.pages import CheckedRun, OpenFile, RowFile, SegmentWriter
@@ -108,7 +109,9 @@ class BlobStore:
         workshop = self.workshop
         needed = segment.file_bytes if segment else size
         with workshop.catalog.write() as transaction:
-            reservation = transaction.reserve(workshop.directory.instance, tenant, 0, needed)
+            reservation = Accounts(transaction).reserve(
+                workshop.directory.instance, tenant, 0, needed
+            )
             workshop.space.make_room(transaction, tenant, needed)
         workshop.space.sweep()
         return BlobWriter(self, tenant, size, reservation, segment)
@@ -145,7 +148,7 @@ class BlobStore:
 
     def publish(self, transaction: Transaction, written: WrittenBlob) -> int:
         """Names a value inside its owner's transaction, and returns its id."""
-        transaction.release(written.reservation)
+        Accounts(transaction).release(written.reservation)
         boot = None if written.on_disk else self.workshop.boot
         return Blobs(transaction).add(
             written.tenant, written.file, written.size, written.checksums, boot
@@ -227,7 +230,7 @@ class BlobStore:
     def release(self, reservation: int) -> None:
         """Ends a reservation."""
         with self.workshop.catalog.write() as transaction:
-            transaction.release(reservation)
+            Accounts(transaction).release(reservation)
 
     def discard(self, file: str, reservation: int) -> None:
         """Removes a file that nothing names, and ends its reservation."""

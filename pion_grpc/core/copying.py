@@ -27,6 +27,7 @@ from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.session_reading import SessionReading
 from pion_grpc.core.sessions import Sessions
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, RowsOutOfRange
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.pages import disk_errors
 from pion_wire.layout import DType
@@ -132,7 +133,9 @@ class Copier:
         header = request.header()
         size = len(header) + 2 * request.layers * request.tensor_bytes
         with workshop.catalog.write() as transaction:
-            reservation = transaction.reserve(workshop.directory.instance, tenant, 0, size)
+            reservation = Accounts(transaction).reserve(
+                workshop.directory.instance, tenant, 0, size
+            )
             workshop.space.make_room(transaction, tenant, size)
         workshop.space.sweep()
         name = f"export/{digests[0]}-{digests[1]}-{reservation}.safetensors"
@@ -144,13 +147,13 @@ class Copier:
                 _write(scratch, header, request, readings)
                 workshop.files.rename(scratch, path)
             with workshop.catalog.write() as transaction:
-                transaction.release(reservation)
+                Accounts(transaction).release(reservation)
                 Copies(transaction).add(name, tenant, *digests, size)
         except BaseException:
             workshop.files.unlink(scratch)
             workshop.files.unlink(path)
             with workshop.catalog.write() as transaction:
-                transaction.release(reservation)
+                Accounts(transaction).release(reservation)
             raise
         workshop.space.sweep()
         return path

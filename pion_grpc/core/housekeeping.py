@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pion_grpc.core.receipt import forget_left_behind
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import DiskFull, OverBudget
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import unix_ms
 from pion_grpc.storage.leases import Leases
@@ -73,7 +74,9 @@ def totals(workshop: Workshop, tenant: str | None = None) -> Totals:
         counted = transaction.totals(tenant)
         live = sum(row.disk_bytes for row in transaction.live(tenant))
         if tenant:
-            return Totals(counted.prefixes, counted.rows, transaction.usage(tenant), live, 0, 0)
+            return Totals(
+                counted.prefixes, counted.rows, Accounts(transaction).usage(tenant), live, 0, 0
+            )
         used = workshop.space.used_bytes(transaction)
     space = workshop.space
     return Totals(

@@ -20,6 +20,7 @@ from pion_grpc.core.key_values import LargeValue
 from pion_grpc.core.keys import Keys
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.errors import OverBudget, OverQuota, PionError
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import Transaction, unix_ms
 from pion_grpc.storage.keyspace import KeyTable, expired
@@ -119,13 +120,13 @@ class Keyspace:
         if space.has_room(transaction, work.tenant, size, grown):
             return None
         instance = self._workshop.directory.instance
-        reservation = transaction.reserve(instance, work.tenant, 0, size)
+        reservation = Accounts(transaction).reserve(instance, work.tenant, 0, size)
         try:
             space.make_room(transaction, work.tenant, size, grown_bytes=grown)
         except (OverBudget, OverQuota) as error:
             return error
         finally:
-            transaction.release(reservation)
+            Accounts(transaction).release(reservation)
         return None
 
 

@@ -33,6 +33,7 @@ from pion_grpc.errors import (
     LayoutDiffers,
     NotStored,
 )
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.match_index import MatchIndex
@@ -160,7 +161,7 @@ class RowsSession:
             )
         if on_disk:  # usually nothing: they were synced before this transaction began
             sync_files(self._workshop, Extents(transaction).unsynced_files(row.id))
-        transaction.release(self._reservation)
+        Accounts(transaction).release(self._reservation)
         index, layout, counts = with_tensor(transaction, row, self.tensor)
         end = extent.first_row + extent.row_count
         had = row.base + counts[index]
@@ -225,7 +226,9 @@ def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> Rows
         if header.first_row < row.base + counts[index]:
             check_not_shared(transaction, row, header.first_row)
         size = header.row_count * tensor.row_bytes
-        reservation = transaction.reserve(workshop.directory.instance, tenant, row.id, size)
+        reservation = Accounts(transaction).reserve(
+            workshop.directory.instance, tenant, row.id, size
+        )
         workshop.space.make_room(transaction, tenant, size)
         known = Extents(transaction).files(row.id)
     workshop.space.sweep()
@@ -313,7 +316,12 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
     workshop.recovery.make_sound(row.tenant, row.namespace)
     with workshop.catalog.write() as transaction:
         now = transaction.by_id(row.id)
-        if now is None or not now.visible or now.state != "live" or transaction.is_reserved(row.id):
+        if (
+            now is None
+            or not now.visible
+            or now.state != "live"
+            or Accounts(transaction).is_reserved(row.id)
+        ):
             return False
         row = now
         chain = transaction.chain(row)
@@ -331,7 +339,7 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
             parts=parts_of(row),
             namespace=row.namespace,
         )
-        reservation = transaction.reserve(
+        reservation = Accounts(transaction).reserve(
             workshop.directory.instance, row.tenant, row.id, segment.file_bytes
         )
         workshop.space.make_room(transaction, row.tenant, segment.file_bytes)
@@ -350,19 +358,19 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
         writer.finish(on_disk=True)
         sync_prefixes(workshop, [link for link in chain[:-1] if link.boot is not None])
         with workshop.catalog.write(on_disk=True) as transaction:
-            transaction.release(reservation)
+            Accounts(transaction).release(reservation)
             now = transaction.by_id(row.id)
             untouched = now is not None and (now.generation, now.row_counts) == (
                 row.generation,
                 row.row_counts,
             )
-            if not untouched or transaction.is_reserved(row.id):
+            if not untouched or Accounts(transaction).is_reserved(row.id):
                 workshop.space.collect(transaction, row.id)
                 return False
             old = [file for file in Extents(transaction).files(row.id) if file]
             old += [row.file] if row.file else []
             for index, file in enumerate(old):
-                transaction.add_garbage(file, 0 if index else row.disk_bytes)
+                Accounts(transaction).add_garbage(file, 0 if index else row.disk_bytes)
             Extents(transaction).replace(row.id, [])
             uniform = len(set(counts)) <= 1
             transaction.update(

@@ -43,6 +43,7 @@ from pion_grpc.errors import (
     TooManyFiles,
     Unreadable,
 )
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.catalog import (
     Catalog,
     DamagedCatalogue,
@@ -358,7 +359,7 @@ class _Rebuild:
                 continue
             del self._adopted[row.id]
             transaction.delete(row.id)
-            transaction.forget_garbage([adopted.file])
+            Accounts(transaction).forget_garbage([adopted.file])
             replaced = "was replaced by a younger one of its name, and no child needs it"
             self._problems[self._directory.resolve(adopted.file)] = replaced
 

@@ -13,6 +13,7 @@ from pion_grpc.core.gaps import written_rows
 from pion_grpc.core.reading import CorruptPrefix, naming, own_row_counts, segment_layout
 from pion_grpc.core.space import Space, keep_tokens
 from pion_grpc.errors import Corrupt
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import ExtentRow, Extents
@@ -159,7 +160,7 @@ class Recovery:
         keep_tokens(transaction, prefix, count, layout.fidelity)
         Extents(transaction).replace(prefix.id, kept)
         for file in {extent.file for extent in extents} - {extent.file for extent in kept} - {""}:
-            transaction.add_garbage(file, 0)
+            Accounts(transaction).add_garbage(file, 0)
         transaction.update(
             prefix.id,
             state="live",

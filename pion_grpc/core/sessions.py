@@ -42,6 +42,7 @@ from pion_grpc.core.values import (
     check_prefill,
 )
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.catalog import NewPrefix, PrefixRow, Transaction
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
@@ -424,12 +425,12 @@ class Sessions:
 
     def _discard_files(self, transaction: Transaction, row: PrefixRow, before: set[str]) -> int:
         """Marks row files that hold nothing any more for removal; returns their bytes."""
-        if transaction.is_reserved(row.id):
+        if Accounts(transaction).is_reserved(row.id):
             return 0  # somebody is appending to one of them
         freed = 0
         for name in before - set(Extents(transaction).files(row.id)) - {""}:
             size = os.stat(self._store.directory.resolve(name)).st_size
-            transaction.add_garbage(name, size)
+            Accounts(transaction).add_garbage(name, size)
             freed += size
         return freed
 

@@ -21,6 +21,7 @@ from pion_grpc.core.reading import CorruptPrefix
 from pion_grpc.core.receipt import leave_behind
 from pion_grpc.core.uses import Uses
 from pion_grpc.errors import DiskFull, OverBudget, OverQuota
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.directory import DataDirectory
@@ -131,7 +132,7 @@ class Space:
 
     def used_bytes(self, transaction: Transaction) -> int:
         """Returns the bytes of every file of the directory, reservations included."""
-        return transaction.usage() + self._foreign_bytes + self._directory.catalog_bytes()
+        return Accounts(transaction).usage() + self._foreign_bytes + self._directory.catalog_bytes()
 
     def _overhead_bytes(self) -> int:
         """Returns what counts beside the files that the catalogue names, the database's own included."""
@@ -163,10 +164,10 @@ class Space:
 
         def too_much() -> bool:
             left_free = max(0, growth - transaction.free_bytes())
-            return transaction.stored_bytes() + overhead + left_free > self.budget_bytes
+            return Accounts(transaction).stored_bytes() + overhead + left_free > self.budget_bytes
 
         def too_much_of_tenant() -> bool:
-            return bool(quota) and transaction.usage(tenant) > quota
+            return bool(quota) and Accounts(transaction).usage(tenant) > quota
 
         evicted: list[str] = []
         if too_much() or too_much_of_tenant():
@@ -189,10 +190,12 @@ class Space:
         self, transaction: Transaction, tenant: str, needed: int, grown_bytes: int = 0
     ) -> bool:
         """Whether this many bytes fit into what a transaction sees, with nothing reserved or evicted."""
-        stored = transaction.stored_bytes() + needed + self._overhead_bytes() + grown_bytes
+        stored = (
+            Accounts(transaction).stored_bytes() + needed + self._overhead_bytes() + grown_bytes
+        )
         quota = self.tenant_budget_bytes
         return stored <= self.budget_bytes and (
-            not quota or transaction.usage(tenant) + needed <= quota
+            not quota or Accounts(transaction).usage(tenant) + needed <= quota
         )
 
     def _give_way(self, transaction: Transaction, tenant: str | None, evicted: list[str]) -> bool:
@@ -243,7 +246,7 @@ class Space:
                 or row.state == "open"
                 or transaction.children(prefix)
                 or Leases(transaction).is_leased(prefix, unix_ms())
-                or transaction.is_reserved(prefix)
+                or Accounts(transaction).is_reserved(prefix)
             ):
                 return
             transaction.delete(prefix)
@@ -299,14 +302,14 @@ class Space:
         with contextlib.suppress(DiskFull):
             self._forget_ended()
             with self._catalog.read() as transaction:
-                garbage = transaction.garbage()
+                garbage = Accounts(transaction).garbage()
             if not garbage:
                 return
             gone = [name for name in garbage if self._removed(self._directory.resolve(name))]
             if not gone:
                 return
             with self._catalog.write() as transaction:
-                transaction.forget_garbage(gone)
+                Accounts(transaction).forget_garbage(gone)
                 free = transaction.free_bytes()
             if free > FREE_BYTES_MAX:
                 self._catalog.checkpoint()
@@ -334,7 +337,7 @@ class Space:
                         transaction.delete(prefix)
                         self.collect(transaction, row.parent)
                 for reservation, prefix in reservations.items():
-                    if transaction.release(reservation):
+                    if Accounts(transaction).release(reservation):
                         self.collect(transaction, prefix)
         except BaseException:
             with self._lock:
@@ -381,7 +384,7 @@ class Space:
             for prefix in transaction.open_of(instance):
                 transaction.delete(prefix.id)
                 self.collect(transaction, prefix.parent)
-            transaction.release_all(instance)
+            Accounts(transaction).release_all(instance)
             self.uses.inherit(transaction, instance)
             published = self._directory.published_by(instance)
             leave_behind(transaction, published, self._directory.reset_unix_ms())

@@ -24,6 +24,7 @@ import apsw
 
 from pion_grpc.errors import Busy, CannotStart, DiskFull
 from pion_grpc.storage import (
+    accounts,
     blobs,
     copies,
     extents,
@@ -84,12 +85,6 @@ CREATE INDEX prefix_parent ON prefix (parent) WHERE parent IS NOT NULL;
 CREATE INDEX prefix_use ON prefix (last_use);
 CREATE INDEX prefix_owner ON prefix (owner) WHERE owner IS NOT NULL;
 CREATE INDEX prefix_hidden ON prefix (id) WHERE NOT visible AND state != 'open';
-CREATE TABLE reservation (
-  id INTEGER PRIMARY KEY AUTOINCREMENT, owner TEXT NOT NULL, tenant TEXT NOT NULL,
-  prefix INTEGER NOT NULL, bytes INTEGER NOT NULL
-);
-CREATE TABLE garbage (file TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE usage (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
 
 CREATE TRIGGER prefix_added AFTER INSERT ON prefix BEGIN
   INSERT INTO usage VALUES (NEW.tenant, NEW.disk_bytes)
@@ -100,18 +95,6 @@ CREATE TRIGGER prefix_resized AFTER UPDATE OF disk_bytes ON prefix BEGIN
 END;
 CREATE TRIGGER prefix_removed AFTER DELETE ON prefix BEGIN
   UPDATE usage SET bytes = bytes - OLD.disk_bytes WHERE tenant = OLD.tenant;
-END;
-CREATE TRIGGER reservation_added AFTER INSERT ON reservation BEGIN
-  INSERT INTO usage VALUES (NEW.tenant, NEW.bytes) ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes;
-END;
-CREATE TRIGGER reservation_removed AFTER DELETE ON reservation BEGIN
-  UPDATE usage SET bytes = bytes - OLD.bytes WHERE tenant = OLD.tenant;
-END;
-CREATE TRIGGER garbage_added AFTER INSERT ON garbage BEGIN
-  INSERT INTO usage VALUES ('#garbage', NEW.bytes) ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes;
-END;
-CREATE TRIGGER garbage_removed AFTER DELETE ON garbage BEGIN
-  UPDATE usage SET bytes = bytes - OLD.bytes WHERE tenant = '#garbage';
 END;
 """
 
@@ -473,6 +456,7 @@ _MIGRATIONS = (
     "".join(
         (
             _SCHEMA,
+            accounts.SCHEMA,
             match_index.SCHEMA,
             extents.SCHEMA,
             leases.SCHEMA,
@@ -637,7 +621,7 @@ class Transaction:
         self.run("DELETE FROM prefix WHERE id = ?", (prefix,))
         # All bytes are counted with the first file; they are one number in the budget.
         for index, file in enumerate(files):
-            self.add_garbage(file, 0 if index else row.disk_bytes)
+            accounts.Accounts(self).add_garbage(file, 0 if index else row.disk_bytes)
 
     def victim(self, now_unix_ms: int, tenant: str | None) -> PrefixRow | None:
         """Returns the least recently used prefix that may go: no child, no lease, not open."""
@@ -673,40 +657,7 @@ class Transaction:
                 (clock, prefix, used_sides or "kv"),
             )
 
-    # -- reservations, garbage, usage
-
-    def reserve(self, owner: str, tenant: str, prefix: int, size: int) -> int:
-        """Counts bytes that are about to be written to a live prefix; returns the reservation."""
-        self.run(
-            "INSERT INTO reservation (owner, tenant, prefix, bytes) VALUES (?, ?, ?, ?)",
-            (owner, tenant, prefix, size),
-        )
-        return self._connection.last_insert_rowid()
-
-    def is_reserved(self, prefix: int) -> bool:
-        """Says whether somebody is writing to a live prefix."""
-        return bool(self.all("SELECT 1 FROM reservation WHERE prefix = ? LIMIT 1", (prefix,)))
-
-    def release(self, reservation: int) -> bool:
-        """Ends a reservation; says whether it was still there."""
-        self.run("DELETE FROM reservation WHERE id = ?", (reservation,))
-        return self._connection.changes() > 0
-
-    def release_all(self, owner: str) -> None:
-        """Ends the reservations of an instance."""
-        self.run("DELETE FROM reservation WHERE owner = ?", (owner,))
-
-    def add_garbage(self, file: str, size: int) -> None:
-        """Counts a file that nobody names any more until it is removed."""
-        self.run("INSERT OR IGNORE INTO garbage VALUES (?, ?)", (file, size))
-
-    def garbage(self) -> list[str]:
-        """Returns the files that may be removed."""
-        return [row[0] for row in self.all("SELECT file FROM garbage", ())]
-
-    def forget_garbage(self, files: Iterable[str]) -> None:
-        """Stops counting files that have been removed."""
-        self._connection.executemany("DELETE FROM garbage WHERE file = ?", ((f,) for f in files))
+    # -- the whole catalogue
 
     def is_empty(self) -> bool:
         """Says whether nothing is stored: no prefix, no key, no value."""
@@ -731,27 +682,10 @@ class Transaction:
         )
         return {row[0] for row in rows}
 
-    def stored_bytes(self) -> int:
-        """Returns the bytes that count once the garbage is removed."""
-        return int(
-            self.all("SELECT coalesce(sum(bytes), 0) FROM usage WHERE tenant NOT LIKE '#%'", ())[0][
-                0
-            ]
-        )
-
     def free_bytes(self) -> int:
         """Returns the bytes of the database's own pages that hold nothing."""
         pages = int(self.all("PRAGMA freelist_count", ())[0][0])
         return pages * int(self.all("PRAGMA page_size", ())[0][0])
-
-    def usage(self, tenant: str | None = None) -> int:
-        """Returns the bytes of segments, row files and reservations, of one tenant or of all."""
-        values: tuple[str, ...] = ()
-        condition = "tenant NOT LIKE '#keys:%'"  # those are in the database's own file
-        if tenant is not None:
-            condition, values = "tenant IN (?, '#keys:' || ?)", (tenant, tenant)
-        statement = f"SELECT coalesce(sum(bytes), 0) FROM usage WHERE {condition}"
-        return int(self.all(statement, values)[0][0])
 
     def totals(self, tenant: str | None = None) -> Totals:
         """Counts visible prefixes, their own rows and their bytes."""

@@ -31,6 +31,7 @@ from pion_grpc.errors import (
     OverBudget,
     RowsOutOfRange,
 )
+from pion_grpc.storage.accounts import Accounts
 from pion_wire.blocks import derived_namespace, root_hash
 from pion_wire.layout import DType, Layout, PartInfo, Side, TensorLayout
 from tests.core.support import (
@@ -168,7 +169,7 @@ class StoreContract:
         assert list(store.directory.segments.iterdir()) == []
         assert store.totals().prefixes == before.prefixes
         with store.workshop.catalog.read() as transaction:
-            assert transaction.usage() == 0
+            assert Accounts(transaction).usage() == 0
 
     # -- names
 

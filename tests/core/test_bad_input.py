@@ -24,6 +24,7 @@ from pion_grpc.errors import (
     OverBudget,
     PionError,
 )
+from pion_grpc.storage.accounts import Accounts
 from pion_wire import limits
 from pion_wire.framing import PartChunk, RowChunk
 from pion_wire.layout import DType, Layout, PartInfo, Side, TensorLayout
@@ -57,7 +58,7 @@ def store(machine: Machine) -> Iterator[PrefixStore]:
     assert len(list(store.directory.segments.iterdir())) == 1
     assert list(store.directory.rows.iterdir()) == []
     with store.workshop.catalog.read() as transaction:
-        assert transaction.usage() == transaction.totals().bytes
+        assert Accounts(transaction).usage() == transaction.totals().bytes
 
 
 PART = part("state", 100, b"0123456789")

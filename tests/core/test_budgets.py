@@ -12,6 +12,7 @@ from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.storing import StoreSession
 from pion_grpc.core.values import LookupQuery, WriteRowsHeader
 from pion_grpc.errors import OverBudget, OverQuota, TooManyFiles, Unreadable
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.files import Files
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from tests.core.support import (
@@ -370,7 +371,7 @@ def test_a_tenant_never_takes_the_room_of_another(machine: Machine) -> None:
     for number in range(10):
         big(store, f"n{number}", salt=number)
         with store.workshop.catalog.read() as transaction:
-            assert transaction.usage(TENANT) <= 5 << 20
+            assert Accounts(transaction).usage(TENANT) <= 5 << 20
     assert names(store, "other") == ["theirs"]
     assert names(store) == ["n6", "n7", "n8", "n9"]
     with pytest.raises(OverQuota) as caught:

@@ -10,6 +10,7 @@ from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.storing import StoreSession
 from pion_grpc.core.values import Durability, FetchQuery, MissReason
 from pion_grpc.errors import CannotStart, Corrupt, DiskFull, NotStored, PionError
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.files import PowerCut
 from pion_wire.layout import Layout, Side
 from tests.core.support import (
@@ -259,7 +260,7 @@ def sweep_of_full_disks(
     failed = 0
     step = 1_100
     with store.workshop.catalog.read() as transaction:
-        before = transaction.usage()
+        before = Accounts(transaction).usage()
     for room in range(0, 1 << 20, step):
         files.fail_after_bytes = files.written_bytes + room
         try:
@@ -271,7 +272,9 @@ def sweep_of_full_disks(
             check_failed()
             store.tick()
             with store.workshop.catalog.read() as transaction:
-                assert transaction.usage() == before, f"bytes are lost with room for {room}"
+                assert Accounts(transaction).usage() == before, (
+                    f"bytes are lost with room for {room}"
+                )
             assert stray_files(store) == []
         else:
             files.fail_after_bytes = None
@@ -399,7 +402,7 @@ def test_a_save_on_a_full_disk_leaves_the_rows_where_they_are(
             assert stray_files(store) == []
             assert list(store.directory.segments.iterdir()) == []
             with store.workshop.catalog.read() as transaction:
-                assert transaction.usage() == 2 * len(rows)
+                assert Accounts(transaction).usage() == 2 * len(rows)
         else:
             files.fail_after_bytes = None
             break

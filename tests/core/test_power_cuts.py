@@ -15,6 +15,7 @@ from pion_grpc.core.sessions import Sessions
 from pion_grpc.core.states import RecurrentStates
 from pion_grpc.core.values import Durability, FetchQuery, MissReason, State, Stored
 from pion_grpc.errors import Corrupt, NotStored
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.files import PowerCut
 from pion_wire.layout import DType, Side
@@ -317,7 +318,7 @@ def test_a_store_that_was_cut_off_leaves_nothing(cuts: Cuts) -> None:
     assert stray_files(store) == []
     assert len(list(store.directory.segments.iterdir())) == 1
     with store.workshop.catalog.read() as transaction:
-        assert transaction.usage() == transaction.totals().bytes
+        assert Accounts(transaction).usage() == transaction.totals().bytes
 
 
 def test_rows_that_were_promised_bring_the_segment_below_them(cuts: Cuts) -> None:

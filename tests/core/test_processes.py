@@ -16,6 +16,7 @@ from pion_grpc.core.sessions import Sessions
 from pion_grpc.core.storing import StoreSession
 from pion_grpc.core.values import Durability, FetchQuery, MissReason, Stored, WriteRowsHeader
 from pion_grpc.errors import Conflict, Corrupt, Evicted, NotStored
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import Extents
 from pion_wire.layout import Side
@@ -46,7 +47,7 @@ FULL = tokens(300)
 
 def usage(store: PrefixStore) -> int:
     with store.workshop.catalog.read() as transaction:
-        return transaction.usage()
+        return Accounts(transaction).usage()
 
 
 # -- two processes

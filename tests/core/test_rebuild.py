@@ -16,6 +16,7 @@ from pion_grpc.core.rebuild import Rebuilt, rebuild
 from pion_grpc.core.storing import StoreSession
 from pion_grpc.core.values import Durability, FetchQuery, MissReason
 from pion_grpc.errors import CannotStart, DiskFull
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import PowerCut
 from pion_wire.layout import Side
@@ -265,7 +266,7 @@ def test_a_rebuilt_store_goes_on_as_if_nothing_had_been(machine: Machine) -> Non
     assert look(store, "root").reason is MissReason.NOT_STORED
     assert matched(store, FULL[:400]).matched_tokens == 100
     with store.workshop.catalog.read() as transaction:
-        assert transaction.usage() == sum(
+        assert Accounts(transaction).usage() == sum(
             path.stat().st_size for path in machine.path.glob("segments/*")
         )
 

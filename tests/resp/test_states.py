@@ -13,6 +13,7 @@ from crc32c import crc32c
 from pion_grpc.core.checkup import check_directory
 from pion_grpc.core.states import RecurrentStates
 from pion_grpc.errors import InvalidRequest
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.states import States
 from pion_wire.v1 import ssm_state_pb2 as pb
 from pion_wire.v1 import types_pb2
@@ -280,7 +281,7 @@ def test_a_files_every_byte_is_counted_and_what_was_written_before_is_still_read
     states.store("", "s", 1, b"")
     files = list(directory.blobs.iterdir())
     with states.blobs.workshop.catalog.read() as transaction:
-        assert transaction.usage("") == sum(file.stat().st_size for file in files)
+        assert Accounts(transaction).usage("") == sum(file.stat().st_size for file in files)
     named = states.export("", "s", [0, 1, 2], 0)
     assert [(state.layer, state.info.size_bytes) for state in named] == [(0, 1_000), (1, 0)]
     assert {state.file.file_name for state in named if state.file} == {
@@ -353,7 +354,7 @@ def test_a_leased_file_stays_and_counts_until_the_lease_ends(
 
     def used() -> int:
         with states.blobs.workshop.catalog.read() as transaction:
-            return transaction.stored_bytes()
+            return Accounts(transaction).stored_bytes()
 
     for layer in (0, 1):
         states.store("", "s", layer, bytes(MIB))

@@ -10,6 +10,7 @@ import pytest
 
 from pion_grpc.errors import Busy, CannotStart, DiskFull
 from pion_grpc.storage import catalog as catalog_module
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.catalog import (
     APPLICATION_ID,
     SCHEMA_VERSION,
@@ -229,7 +230,7 @@ def test_a_write_that_fails_leaves_nothing(catalog: Catalog) -> None:
         fail(transaction)
     with catalog.read() as transaction:
         assert transaction.by_name("t", "p") is None
-        assert transaction.usage() == 0
+        assert Accounts(transaction).usage() == 0
 
 
 def test_a_reader_sees_one_moment_whatever_is_written_meanwhile(catalog: Catalog) -> None:
@@ -322,20 +323,20 @@ def test_usage_is_always_the_sum_of_what_is_named(catalog: Catalog) -> None:
     first = insert(catalog, "a", size=100)
     second = insert(catalog, "b", size=50, tenant="other")
     with catalog.write() as transaction:
-        reservation = transaction.reserve("me", "t", first, 30)
-        assert transaction.usage() == expected(transaction) == 180
-        assert transaction.usage("t") == 130
+        reservation = Accounts(transaction).reserve("me", "t", first, 30)
+        assert Accounts(transaction).usage() == expected(transaction) == 180
+        assert Accounts(transaction).usage("t") == 130
         transaction.update(first, disk_bytes=70, file="segments/x")
         Extents(transaction).add(first, ExtentRow(0, 0, 0, 5, "rows/y", 0, b""))
-        assert transaction.usage() == expected(transaction) == 150
+        assert Accounts(transaction).usage() == expected(transaction) == 150
         transaction.delete(first)
-        assert sorted(transaction.garbage()) == ["rows/y", "segments/x"]
-        assert not transaction.release(reservation)
-        assert transaction.usage() == expected(transaction) == 120
-        assert transaction.stored_bytes() == 50
-        transaction.forget_garbage(transaction.garbage())
+        assert sorted(Accounts(transaction).garbage()) == ["rows/y", "segments/x"]
+        assert not Accounts(transaction).release(reservation)
+        assert Accounts(transaction).usage() == expected(transaction) == 120
+        assert Accounts(transaction).stored_bytes() == 50
+        Accounts(transaction).forget_garbage(Accounts(transaction).garbage())
         transaction.delete(second)
-        assert transaction.usage() == expected(transaction) == 0
+        assert Accounts(transaction).usage() == expected(transaction) == 0
 
 
 def test_only_what_nothing_needs_may_be_evicted(catalog: Catalog) -> None:
@@ -344,7 +345,7 @@ def test_only_what_nothing_needs_may_be_evicted(catalog: Catalog) -> None:
     leased, written, empty = (insert(catalog, n) for n in ("leased", "written", "empty"))
     with catalog.write() as transaction:
         Leases(transaction).add(b"l" * 16, leased, unix_ms() + 60_000)
-        transaction.reserve("me", "t", written, 5)
+        Accounts(transaction).reserve("me", "t", written, 5)
         transaction.update(empty, disk_bytes=0)
         open_one = transaction.insert(new("open")._replace(state="open", visible=False))
         assert open_one
