@@ -498,6 +498,35 @@ def test_a_state_that_was_replaced_is_not_read_when_its_lease_has_ended(client: 
     assert (bytes(found.data), found.transport) == (b"new", "export")
 
 
+@pytest.mark.parametrize("export", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_branch_does_not_get_a_part_of_what_it_branches_from(
+    server: ServerProcess, export: bool, depth: int
+) -> None:
+    """Both have one like it at a boundary that comes after the tokens that they have in common."""
+    layers = random_layers(1, 400)
+    with Client(server.address, export=export) as client:
+        for level in range(depth + 1):
+            base = 200 - 10 * level if level else 0
+            client.store(
+                f"branch {level}",
+                layers=[(k[:, base:], v[:, base:]) for k, v in layers],
+                token_ids=[*range(base), *range(1_000 * level + base, 1_000 * level + 400)],
+                model="m",
+                parent=f"branch {level - 1}" if level else None,
+                base=base,
+                parts=[Part("state", 0, 256, bytes([level]) * 1_000)],
+            )
+        for level in range(depth + 1):
+            for rows in ((0, 256), (250, 256)):
+                found = client.fetch(f"branch {level}", rows=rows, part_kinds=["state"])
+                assert found is not None
+                assert found.transport == ("export" if export else "stream")
+                (part,) = found.parts
+                assert bytes(part.data) == bytes([level]) * 1_000
+        client.drop(*(f"branch {level}" for level in range(depth + 1)))
+
+
 def test_descriptors_do_not_leak(client: Client, what: What) -> None:
     doctored = what.answer(client)
     what.named(doctored).inode += 1

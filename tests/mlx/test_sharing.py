@@ -206,12 +206,13 @@ def test_rows_of_other_bits_are_not_shared(client, hybrid, row, side, base):
         assert np.array_equal(decoded(hybrid, again), decoded(hybrid, cache))
 
 
-def test_what_was_served_is_extended_where_the_longest_match_has_other_bits(client, hybrid):
+@pytest.mark.parametrize("row", [130, 63])
+def test_what_was_served_is_extended_where_the_longest_match_has_other_bits(client, hybrid, row):
     trunk = families.tokens(LONGEST)
     source = prefilled(hybrid, trunk)
     held = caches.expected_of(source)
     stored_now(hybrid, client, trunk[:128], model_id="m")
-    layers = changed_at(130, caches.take(source), 0)
+    layers = changed_at(row, caches.take(source), 0)
     client.store(None, layers=layers, slots=held.slots, token_ids=trunk, model="m")
     ids = [*trunk[:300], *families.tokens(50, seed=8)]
     cache, stats = stored_now(hybrid, client, ids, model_id="m")

@@ -1526,7 +1526,8 @@ type PrefixStoreExportResponse struct {
 	Prefix *PrefixInfo `protobuf:"bytes,3,opt,name=prefix,proto3" json:"prefix,omitempty"`
 	// The rows named by the extents.
 	Rows *RowRange `protobuf:"bytes,4,opt,name=rows,proto3" json:"rows,omitempty"`
-	// In order of rows, without gaps.
+	// In order of rows, without gaps; parents before their children. Where several files have a part of
+	// the same description, the last one's is meant: a parent's may be of tokens that the child does not have.
 	Extents []*PrefixStoreExportResponse_Extent `protobuf:"bytes,5,rep,name=extents,proto3" json:"extents,omitempty"`
 	// The token ids from row 0 to rows.end, u32 LE.
 	TokenIds []byte `protobuf:"bytes,6,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`

@@ -297,11 +297,13 @@ class Exchange:
     ) -> tuple[Shared, str]:
         """Returns how many rows the longest match has with these very bits, and why not all of its.
 
-        Those behind what was served were computed again, for want of a part. A prefix whose parts cannot
-        be used is not extended: they would be its children's too.
+        Those behind what was served were computed again, for want of a part. The others are compared too
+        if another prefix served them: as a child of the longest match, this one would have its rows. A
+        prefix whose parts cannot be used is not extended: they would be its children's too.
         """
-        begin, end = found.served, found.longest_tokens
-        least = max(begin + limits.CHAIN_TOKENS_MIN, _BASE_TOKENS_MIN)
+        same = found.prefix is not None and found.longest == found.prefix.namespace
+        begin, end = found.served if same else 0, found.longest_tokens
+        least = max(found.served + limits.CHAIN_TOKENS_MIN, _BASE_TOKENS_MIN)
         assert found.facts is not None
         both = found.facts.held.needs and bundle.rows
         if end < least or not both or found.reason == PART_DIFFERS:
@@ -310,6 +312,7 @@ class Exchange:
             self._client,
             found.longest,
             (begin, end),
+            generation=found.prefix.generation if same and found.prefix else 0,
             token_ids=pending.request.token_ids,
             layers=bundle.rows,
             facts=found.facts,

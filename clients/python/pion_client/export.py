@@ -257,7 +257,8 @@ class Exported:
             ]
             if not places:
                 raise CannotExport(f"a part ({part.kind}) lies in a file that was not named")
-            found.append(places[0])
+            # A parent may have one like it beyond its child's base, where it is of other tokens.
+            found.append(places[-1])
         return found
 
     # Reading

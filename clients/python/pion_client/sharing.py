@@ -38,6 +38,7 @@ def rows_shared(
     namespace: str,
     rows: tuple[int, int],
     *,
+    generation: int,
     token_ids: bytes,
     layers: Sequence[Rows],
     facts: Facts,
@@ -50,13 +51,14 @@ def rows_shared(
         client: who asks.
         namespace: the stored prefix.
         rows: which of its rows are compared, half-open.
+        generation: of which they must be; 0: whatever there is.
         token_ids: packed, of all rows.
         layers: one's own rows, all of them, one pair per slot.
         facts: what they are.
         check: called before each slot; if it raises, that is all.
         timeout_s: how long each slot may take. A server that gives no answer has no rows.
     """
-    (begin, end), generation = rows, 0
+    begin, end = rows
     for slot, pair in reversed(list(zip(facts.held.slots, layers, strict=True))):
         check()
         try:

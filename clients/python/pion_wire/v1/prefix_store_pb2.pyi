@@ -941,7 +941,9 @@ class PrefixStoreExportResponse(_message.Message):
 
     @_builtins.property
     def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixStoreExportResponse.Extent]:
-        """In order of rows, without gaps."""
+        """In order of rows, without gaps; parents before their children. Where several files have a part of
+        the same description, the last one's is meant: a parent's may be of tokens that the child does not have.
+        """
 
     def __init__(
         self,
