@@ -2,7 +2,8 @@
 
 A commit is the moment at which a write is acknowledged; opening the database is the recovery. The
 rules of the domain run in `core` between the calls of one `Transaction`; this module knows tables,
-keys and bytes, and keeps three promises of its own:
+keys and bytes. The prefixes are here; what else there is has a file of its own each, with its part of
+the schema and its questions. Three promises are kept for all of them:
 
 * every write transaction is `BEGIN IMMEDIATE`, and every result is read to its end before anything
   else happens: deferred ones fail when they meet, and a half-read cursor keeps the log from shrinking;
