@@ -237,31 +237,57 @@ class RecurrentStates:
             raise
         return stored.publish()
 
-    def open(self, tenant: str, session: str, layer: int, generation: int = 0) -> FoundState | None:
-        """Opens a value; None if it is not stored.
+    def open(self, tenant: str, session: str, layer: int) -> FoundState | None:
+        """Opens a value; None if it is not stored. Raises as `open_all` does."""
+        (found,) = self.open_all(tenant, session, [layer])
+        return found
+
+    def open_all(
+        self,
+        tenant: str,
+        session: str,
+        layers: Sequence[int],
+        generations: Sequence[int] = (),
+    ) -> list[FoundState | None]:
+        """Opens values of a session as they are at one moment; None for what is not stored.
+
+        Args:
+            tenant, session: whose.
+            layers: which.
+            generations: of each what it must be of; 0: any. None at all: any of all.
 
         Raises:
-            GenerationDiffers: it was replaced since the generation asked for.
-            Corrupt: its file is damaged; it has been taken out.
+            GenerationDiffers: one was replaced since the generation asked for.
+            Corrupt: a file is damaged; its value has been taken out.
         """
         while True:
             with self._catalog.read() as transaction:
-                state = States(transaction).get(tenant, session, layer)
-                blob = Blobs(transaction).get(state.blob) if state else None
-            if state is None or blob is None:
-                return None
-            if generation and generation != state.generation:
-                raise GenerationDiffers(
-                    f"layer {layer} of {session!r} was replaced: ask for it anew",
-                    namespace=session,
-                    generation=state.generation,
-                )
-            try:
-                reading = self.blobs.open(blob)
-            except FileNotFoundError:
-                continue  # replaced meanwhile: look again
-            self._store.space.uses.note_state(tenant, session)
-            return FoundState(_info(state, reading.size), state.generation, reading)
+                states = [States(transaction).get(tenant, session, layer) for layer in layers]
+                blobs = [Blobs(transaction).get(state.blob) if state else None for state in states]
+            wanted = generations or (0,) * len(layers)
+            for layer, state, generation in zip(layers, states, wanted, strict=True):
+                if state and generation and generation != state.generation:
+                    raise GenerationDiffers(
+                        f"layer {layer} of {session!r} was replaced: ask for it anew",
+                        namespace=session,
+                        generation=state.generation,
+                    )
+            with contextlib.ExitStack() as opened:
+                found: list[FoundState | None] = []
+                for state, blob in zip(states, blobs, strict=True):
+                    if state is None or blob is None:
+                        found.append(None)
+                        continue
+                    try:
+                        reading = opened.enter_context(contextlib.closing(self.blobs.open(blob)))
+                    except FileNotFoundError:
+                        break  # replaced meanwhile: look again
+                    found.append(FoundState(_info(state, reading.size), state.generation, reading))
+                else:
+                    opened.pop_all()
+                    if any(found):
+                        self._store.space.uses.note_state(tenant, session)
+                    return found
 
     def export(
         self, tenant: str, session: str, layers: Sequence[int], lease_ms: int
@@ -277,13 +303,15 @@ class RecurrentStates:
         check_lease(lease_ms)
         while True:
             exported, blobs = [], []
-            for layer in layers:
-                found = self.open(tenant, session, layer)
-                if found is not None:
-                    with contextlib.closing(found.reading) as reading:
-                        file = reading.exported(self._store.exports)
-                    exported.append(StateExport(layer, found.info, found.generation, file))
-                    blobs.append(reading.id)
+            with contextlib.ExitStack() as opened:
+                values = self.open_all(tenant, session, layers)
+                for value in filter(None, values):
+                    opened.callback(value.reading.close)
+                for layer, found in zip(layers, values, strict=True):
+                    if found is not None:
+                        file = found.reading.exported(self._store.exports)
+                        exported.append(StateExport(layer, found.info, found.generation, file))
+                        blobs.append(found.reading.id)
             if not blobs:
                 return []
             with self._catalog.write() as transaction:
@@ -307,8 +335,9 @@ def _check(session: str, layer: int, info: StateInfo) -> None:
     check_namespace(session, "session")
     if not 0 <= layer <= LAYER_MAX:
         raise InvalidRequest("layer", f"{layer} is outside 0..{LAYER_MAX}", limit=LAYER_MAX)
-    if info.boundary_tokens >= 1 << 63:
-        raise InvalidRequest("info.boundary_tokens", "is absurd")
+    for field in ("boundary_tokens", "size_bytes"):
+        if getattr(info, field) >= 1 << 62:
+            raise InvalidRequest(f"info.{field}", "is absurd")
     if len(info.description.encode()) > limits.DESCRIPTION_BYTES_MAX:
         raise InvalidRequest(
             "info.description",

@@ -54,11 +54,20 @@ class SSMStateService:
         _check_session(request.session)
         layers = request.layer, *request.more_layers
         _check_layers(layers)
-        offset, generation = request.offset_bytes, request.generation
-        for layer in layers:
-            found = self._states.open(call.tenant, request.session, layer, generation)
-            yield from _value(found, offset)
-            offset = generation = 0
+        more = request.more_generations or (0,) * len(request.more_layers)
+        if len(more) != len(request.more_layers):
+            raise InvalidRequest("more_generations", f"{len(more)} for {len(layers) - 1} layers")
+        values = self._states.open_all(
+            call.tenant, request.session, layers, (request.generation, *more)
+        )
+        with contextlib.ExitStack() as opened:
+            for value in filter(None, values):
+                opened.callback(value.reading.close)
+            first, *others = values
+            generations = [value.generation if value else 0 for value in others]
+            yield from _value(first, request.offset_bytes, generations)
+            for other in others:
+                yield from _value(other, 0)
 
     def Export(self, request: pb.SSMStateExportRequest, call: Call) -> pb.SSMStateExportResponse:
         """Names the files of values."""
@@ -89,21 +98,22 @@ class SSMStateService:
         )
 
 
-def _value(found: FoundState | None, offset: int) -> Iterator[bytes]:
+def _value(
+    found: FoundState | None, offset: int, more_generations: Sequence[int] = ()
+) -> Iterator[bytes]:
     """Yields the messages of a value, the bytes from `offset` on."""
+    header = pb.SSMStateFetchHeader(more_generations=more_generations)
     if found is None:
-        yield frame_header(pb.SSMStateFetchHeader(found=False).SerializeToString())
-        return
-    with contextlib.closing(found.reading) as reading:
-        if offset > reading.size:
-            raise InvalidRequest("offset_bytes", f"the value has {reading.size} bytes")
-        header = pb.SSMStateFetchHeader(
-            found=True, info=_info(found.info), generation=found.generation
-        )
         yield frame_header(header.SerializeToString())
-        for data in reading.pieces(offset):
-            yield frame_bytes(offset, data)
-            offset += len(data)
+        return
+    if offset > found.reading.size:
+        raise InvalidRequest("offset_bytes", f"the value has {found.reading.size} bytes")
+    header.found, header.generation = True, found.generation
+    header.info.CopyFrom(_info(found.info))
+    yield frame_header(header.SerializeToString())
+    for data in found.reading.pieces(offset):
+        yield frame_bytes(offset, data)
+        offset += len(data)
 
 
 def _info_of(header: pb.SSMStateStoreHeader) -> StateInfo:

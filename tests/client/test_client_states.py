@@ -1,7 +1,9 @@
 """Recurrent state through the client: whole, as it was stored, whatever breaks on the way."""
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from pion_client import Client
-from pion_client.errors import BadAnswer, InvalidRequest, Unavailable
+from pion_client.errors import BadAnswer, GenerationDiffers, InvalidRequest, Unavailable
 from pion_client.states import State, StateReception
 from pion_wire.framing import frame_bytes, frame_header
 from pion_wire.v1 import ssm_state_pb2 as pb
@@ -241,42 +243,55 @@ def test_a_broken_fetch_of_several_layers_is_whole_in_the_end(
         assert link.connections == 2
 
 
-def header(size: int, generation: int = 7) -> bytes:
+def header(size: int, generation: int = 7, more: tuple[int, ...] = ()) -> bytes:
     info = pb.SSMStateInfo(size_bytes=size)
-    message = pb.SSMStateFetchHeader(found=size >= 0, info=info, generation=generation)
+    message = pb.SSMStateFetchHeader(
+        found=True, info=info, generation=generation, more_generations=more
+    )
     return frame_header(message.SerializeToString())
 
 
 MISSING = frame_header(pb.SSMStateFetchHeader(found=False).SerializeToString())
 
 
-def rest_of(reception: StateReception) -> tuple[int, list[int], int, int]:
+def rest_of(reception: StateReception) -> tuple[dict[int, int], int]:
+    """Returns the layers that are asked for with their generations, and the offset in the first."""
     request = pb.SSMStateFetchRequest(session="s")
     reception.begin_stream(request)
-    return request.layer, list(request.more_layers), request.offset_bytes, request.generation
+    layers = request.layer, *request.more_layers
+    generations = request.generation, *(request.more_generations or [0] * (len(layers) - 1))
+    return dict(zip(layers, generations, strict=True)), request.offset_bytes
 
 
 def test_what_is_here_is_not_asked_for_again() -> None:
     reception = StateReception([2, 9, 0, 1], bytes_max=100)
-    assert rest_of(reception) == (2, [9, 0, 1], 0, 0)
-    reception.take(header(5))
+    assert rest_of(reception) == ({2: 0, 9: 0, 0: 0, 1: 0}, 0)
+    reception.take(header(5, 7, (0, 3, 8)))
     reception.take(frame_bytes(0, b"abc"))
-    assert rest_of(reception) == (2, [9, 0, 1], 3, 7)
-    reception.take(header(5))
+    assert rest_of(reception) == ({2: 7, 9: 0, 0: 3, 1: 8}, 3)
+    reception.take(header(5, 7, (0, 3, 8)))
     reception.take(frame_bytes(3, b"de"))
     reception.take(MISSING)
-    assert rest_of(reception) == (0, [1], 0, 0)
-    reception.take(header(0))
-    reception.take(header(4, 8))
-    reception.take(frame_bytes(0, b"fg"))
-    reception.restart()  # another value has taken its place
-    assert rest_of(reception) == (1, [], 0, 0)
-    reception.take(header(1, 9))
+    assert rest_of(reception) == ({0: 3, 1: 8}, 0)
+    reception.take(header(0, 3, (8,)))
+    reception.take(header(1, 8))
     assert not reception.ended()
     reception.take(frame_bytes(0, b"h"))
     assert reception.ended()
     found = {layer: bytes(data) for layer, (_, data) in reception.values.items()}
     assert found == {2: b"abcde", 0: b"", 1: b"h"}
+
+
+@pytest.mark.parametrize("changed", [header(5, 8), MISSING])
+def test_values_of_two_moments_are_never_mixed(changed: bytes) -> None:
+    reception = StateReception([0, 1, 2], bytes_max=100)
+    reception.take(header(1, 7, (7, 0)))
+    reception.take(frame_bytes(0, b"a"))
+    rest_of(reception)  # the stream broke, and another one begins
+    with pytest.raises(GenerationDiffers):
+        reception.take(changed)
+    reception.restart()
+    assert (rest_of(reception), reception.values) == (({0: 0, 1: 0, 2: 0}, 0), {})
 
 
 @pytest.mark.parametrize(
@@ -289,9 +304,9 @@ def test_what_is_here_is_not_asked_for_again() -> None:
         [header(5), frame_bytes(0, b"abcdef")],
         [header(5), frame_bytes(0, b"")],
         [header(1), frame_bytes(0, b"a"), frame_bytes(1, b"b")],
-        [header(60), frame_bytes(0, bytes(60)), header(41)],
+        [header(60, more=(7,)), frame_bytes(0, bytes(60)), header(41)],
         [MISSING, MISSING, header(1)],
-        [header(5), frame_bytes(0, b"a"), None, header(5, 8)],
+        [header(5), frame_bytes(0, b"a"), None, header(6)],
         [b"\x0a\x01"],
         [frame_header(b"\xff")],
     ],
@@ -307,6 +322,36 @@ def test_what_was_not_announced_is_not_taken(messages: list[bytes | None]) -> No
     assert last is not None
     with pytest.raises(BadAnswer):
         reception.take(last)
+
+
+@pytest.mark.parametrize("export", [True, False])
+def test_who_reads_while_layers_are_replaced_gets_those_of_one_store(
+    server: ServerProcess, export: bool
+) -> None:
+    over = threading.Event()
+
+    def replace() -> None:
+        with Client(server.address) as writer:
+            for number in itertools.count(1):
+                if over.is_set():
+                    return
+                if number % 5 == 0:
+                    writer.states.drop("one moment")
+                values = {layer: bytes([number % 256]) * 50_000 for layer in range(6)}
+                writer.states.store_all("one moment", values)
+
+    with ThreadPoolExecutor(1) as pool, Client(server.address, export=export) as reader:
+        writing = pool.submit(replace)
+        try:
+            whole = 0
+            while whole < 100 and not writing.done():
+                found = reader.states.fetch_all("one moment", range(7))
+                assert len(found) in (0, 6)
+                assert len({bytes(state.data) for state in found.values()}) <= 1
+                whole += bool(found)
+        finally:
+            over.set()
+        writing.result()
 
 
 def test_a_layer_replaced_between_two_streams_is_never_mixed_into_the_others(

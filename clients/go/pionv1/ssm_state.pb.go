@@ -330,9 +330,11 @@ type SSMStateFetchRequest struct {
 	// If above 0: refuse with GENERATION unless the first value still has it.
 	Generation uint64 `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
 	// Further layers, at most 999, none twice: their values follow in this order.
-	MoreLayers    []uint32 `protobuf:"varint,5,rep,packed,name=more_layers,json=moreLayers,proto3" json:"more_layers,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	MoreLayers []uint32 `protobuf:"varint,5,rep,packed,name=more_layers,json=moreLayers,proto3" json:"more_layers,omitempty"`
+	// To resume: as `generation`, of the further values. As many as there are layers, or none.
+	MoreGenerations []uint64 `protobuf:"varint,6,rep,packed,name=more_generations,json=moreGenerations,proto3" json:"more_generations,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *SSMStateFetchRequest) Reset() {
@@ -400,6 +402,13 @@ func (x *SSMStateFetchRequest) GetMoreLayers() []uint32 {
 	return nil
 }
 
+func (x *SSMStateFetchRequest) GetMoreGenerations() []uint64 {
+	if x != nil {
+		return x.MoreGenerations
+	}
+	return nil
+}
+
 // What comes before the bytes of a value.
 type SSMStateFetchHeader struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -408,9 +417,11 @@ type SSMStateFetchHeader struct {
 	// What it is.
 	Info *SSMStateInfo `protobuf:"bytes,2,opt,name=info,proto3" json:"info,omitempty"`
 	// Its generation.
-	Generation    uint64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Generation uint64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Before the first value: the generations of the further ones, 0 where none is stored.
+	MoreGenerations []uint64 `protobuf:"varint,4,rep,packed,name=more_generations,json=moreGenerations,proto3" json:"more_generations,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *SSMStateFetchHeader) Reset() {
@@ -462,6 +473,13 @@ func (x *SSMStateFetchHeader) GetGeneration() uint64 {
 		return x.Generation
 	}
 	return 0
+}
+
+func (x *SSMStateFetchHeader) GetMoreGenerations() []uint64 {
+	if x != nil {
+		return x.MoreGenerations
+	}
+	return nil
 }
 
 // One message of a Fetch.
@@ -931,7 +949,7 @@ const file_pion_v1_ssm_state_proto_rawDesc = "" +
 	"\n" +
 	"generation\x18\x02 \x01(\x04R\n" +
 	"generation\x12)\n" +
-	"\x10more_generations\x18\x03 \x03(\x04R\x0fmoreGenerations\"\xaa\x01\n" +
+	"\x10more_generations\x18\x03 \x03(\x04R\x0fmoreGenerations\"\xd5\x01\n" +
 	"\x14SSMStateFetchRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x14\n" +
 	"\x05layer\x18\x02 \x01(\rR\x05layer\x12!\n" +
@@ -940,13 +958,15 @@ const file_pion_v1_ssm_state_proto_rawDesc = "" +
 	"generation\x18\x04 \x01(\x04R\n" +
 	"generation\x12\x1f\n" +
 	"\vmore_layers\x18\x05 \x03(\rR\n" +
-	"moreLayers\"v\n" +
+	"moreLayers\x12)\n" +
+	"\x10more_generations\x18\x06 \x03(\x04R\x0fmoreGenerations\"\xa1\x01\n" +
 	"\x13SSMStateFetchHeader\x12\x14\n" +
 	"\x05found\x18\x01 \x01(\bR\x05found\x12)\n" +
 	"\x04info\x18\x02 \x01(\v2\x15.pion.v1.SSMStateInfoR\x04info\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x03 \x01(\x04R\n" +
-	"generation\"\x86\x01\n" +
+	"generation\x12)\n" +
+	"\x10more_generations\x18\x04 \x03(\x04R\x0fmoreGenerations\"\x86\x01\n" +
 	"\x15SSMStateFetchResponse\x126\n" +
 	"\x06header\x18\x01 \x01(\v2\x1c.pion.v1.SSMStateFetchHeaderH\x00R\x06header\x12*\n" +
 	"\x05bytes\x18\x02 \x01(\v2\x12.pion.v1.PartChunkH\x00R\x05bytesB\t\n" +

@@ -36,8 +36,8 @@ type SSMStateClient interface {
 	// all of them together.
 	// Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
 	Store(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[SSMStateStoreRequest, SSMStateStoreResponse], error)
-	// Streams values back: of each a header, then its bytes. If it is not stored, the header says so and
-	// no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
+	// Streams values back, as they are at one moment: of each a header, then its bytes. If it is not stored,
+	// the header says so and no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
 	Fetch(ctx context.Context, in *SSMStateFetchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SSMStateFetchResponse], error)
 	// Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
 	// Errors: INVALID, CORRUPT, NO_BACKEND (switched off; stream instead).
@@ -117,8 +117,8 @@ type SSMStateServer interface {
 	// all of them together.
 	// Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
 	Store(grpc.ClientStreamingServer[SSMStateStoreRequest, SSMStateStoreResponse]) error
-	// Streams values back: of each a header, then its bytes. If it is not stored, the header says so and
-	// no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
+	// Streams values back, as they are at one moment: of each a header, then its bytes. If it is not stored,
+	// the header says so and no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
 	Fetch(*SSMStateFetchRequest, grpc.ServerStreamingServer[SSMStateFetchResponse]) error
 	// Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
 	// Errors: INVALID, CORRUPT, NO_BACKEND (switched off; stream instead).

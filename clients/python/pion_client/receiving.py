@@ -49,7 +49,7 @@ def receive_whole(
     Raises:
         PionError: it cannot be had within the deadline, or not at all.
     """
-    fruitless = 0
+    fruitless = restarts = 0
     while not receiver.ended():
         before = receiver.done_bytes
         try:
@@ -57,8 +57,14 @@ def receive_whole(
         except PionError as error:
             if receiver.ended():
                 break  # only the end of the stream was lost
+            if isinstance(error, GenerationDiffers) and receiver.announced is not None:
+                receiver.restart()  # another value has taken the name meanwhile: that one, then
+                restarts += 1
+                if restarts == TRIES_MAX:
+                    raise
+                continue
             fruitless = 0 if receiver.done_bytes > before else fruitless + 1
-            if not _resumes(receiver, error, fruitless, deadline):
+            if not _resumes(error, fruitless, deadline):
                 raise
 
 
@@ -75,11 +81,8 @@ def _receive(
         raise BadAnswer("the stream ended before everything that was announced came")
 
 
-def _resumes(receiver: Receiver, error: PionError, attempt: int, deadline: Deadline) -> bool:
+def _resumes(error: PionError, attempt: int, deadline: Deadline) -> bool:
     """Gets ready to ask for the rest, if there is a point in it."""
-    if isinstance(error, GenerationDiffers) and receiver.announced is not None:
-        receiver.restart()  # another value has taken the name meanwhile: that one, then
-        return attempt < TRIES_MAX
     if isinstance(error, DamagedChunk):
         return attempt < TRIES_MAX
     return pause(error, attempt, deadline)

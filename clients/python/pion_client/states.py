@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from pion_client.answers import durability_value
 from pion_client.arrays import count, invalid, text
 from pion_client.calls import Calls
-from pion_client.errors import BadAnswer, DataCorrupt
+from pion_client.errors import BadAnswer, DataCorrupt, GenerationDiffers
 from pion_client.export import LEASE_MS, ExportedStates
 from pion_client.fetching import DamagedChunk, Progress
 from pion_client.lanes import Lane, Transport
@@ -55,23 +55,31 @@ class StateReception:
     def __init__(
         self, layers: Sequence[int], *, bytes_max: int, progress: Progress | None = None
     ) -> None:
-        self._left = collections.deque(layers)
-        """The layers whose values are not all here; the first of them is on its way."""
-        self._bytes_left = bytes_max
+        self._layers = tuple(layers)
+        self._bytes_max = bytes_max
         self._progress = progress
+        self.done_bytes = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets everything: one of the values has changed between two streams."""
+        self._left = collections.deque(self._layers)
+        """The layers whose values are not all here; the first of them is on its way."""
+        self._generations: dict[int, int] = {}
+        """Of all layers that are stored, once a header said so."""
+        self._bytes_left = self._bytes_max
         self._headed = False
         self._data = np.empty(0, np.uint8)
         self._filled = 0
-        self.announced: pb.SSMStateFetchHeader | None = None
+        self._header: pb.SSMStateFetchHeader | None = None
         """Of the value on its way, once it is."""
-        self.done_bytes = 0
         self.values: dict[int, tuple[pb.SSMStateFetchHeader, memoryview]] = {}
         """What is here, of those that are stored."""
 
-    def restart(self) -> None:
-        """Forgets what has come of a value: it has changed between two streams."""
-        self._bytes_left += self._data.nbytes
-        self.announced, self._data, self._filled = None, np.empty(0, np.uint8), 0
+    @property
+    def announced(self) -> dict[int, int] | None:
+        """What will come; None as long as nothing was announced."""
+        return self._generations or None
 
     def ended(self) -> bool:
         """Whether everything is here that is stored."""
@@ -82,8 +90,9 @@ class StateReception:
         self._headed = False
         request.layer, *more = self._left
         request.more_layers[:] = more
-        if self.announced is not None:
-            request.generation = self.announced.generation
+        if self._generations:
+            request.generation = self._generations.get(request.layer, 0)
+            request.more_generations[:] = [self._generations.get(layer, 0) for layer in more]
             request.offset_bytes = self._filled
 
     def take(self, message: bytes) -> None:
@@ -108,15 +117,20 @@ class StateReception:
         if self._headed or not self._left:
             raise BadAnswer("a header came that was not asked for")
         self._headed = True
-        if not header.found:
-            self.restart()  # dropped between two streams, or never there
-        elif self.announced is None:
+        if not self._generations:
+            generations = header.generation, *header.more_generations
+            there = zip(self._left, generations, strict=False)
+            self._generations = {layer: generation for layer, generation in there if generation}
+        del header.more_generations[:]
+        if header.generation != self._generations.get(self._left[0], 0):
+            raise GenerationDiffers("a value was replaced or dropped between two streams")
+        if self._header is None and header.found:
             size = header.info.size_bytes
             if size > self._bytes_left:
                 raise BadAnswer(f"{size} bytes were announced, {self._bytes_left} are wanted")
-            self.announced, self._data = header, np.empty(size, np.uint8)
+            self._header, self._data = header, np.empty(size, np.uint8)
             self._bytes_left -= size
-        elif header != self.announced:
+        elif self._header is not None and header != self._header:
             raise BadAnswer("a resumed stream announces something else")
 
     def _take_bytes(self, chunk: PartChunk) -> None:
@@ -134,9 +148,9 @@ class StateReception:
 
     def _finish(self) -> None:
         layer = self._left.popleft()
-        if self.announced is not None:
-            self.values[layer] = self.announced, self._data.data
-        self.announced, self._data, self._filled = None, np.empty(0, np.uint8), 0
+        if self._header is not None:
+            self.values[layer] = self._header, self._data.data
+        self._header, self._data, self._filled = None, np.empty(0, np.uint8), 0
         self._headed = False
 
 
@@ -297,7 +311,10 @@ class States:
         as_mlx: bool = False,
         timeout_s: float | None = None,
     ) -> dict[int, State]:
-        """Brings the values of several layers, 1 to 1,000, as `fetch` does; those that are stored."""
+        """Brings the values of several layers, 1 to 1,000, as `fetch` does; those that are stored.
+
+        They are what the session held at one moment.
+        """
         numbers = list(dict.fromkeys(count("layers", layer) for layer in layers))
         if not 1 <= len(numbers) <= limits.NAMES_MAX:
             raise invalid("layers", f"{len(numbers)} where 1 to {limits.NAMES_MAX} go")

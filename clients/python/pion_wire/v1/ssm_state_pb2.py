@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pion_wire.v1 import types_pb2 as pion_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pion/v1/ssm_state.proto\x12\x07pion.v1\x1a\x13pion/v1/types.proto\"b\n\x0cSSMStateInfo\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x17\n\x0f\x62oundary_tokens\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\"\x83\x01\n\x13SSMStateStoreHeader\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12#\n\x04info\x18\x03 \x01(\x0b\x32\x15.pion.v1.SSMStateInfo\x12\'\n\ndurability\x18\x04 \x01(\x0e\x32\x13.pion.v1.Durability\"v\n\x14SSMStateStoreRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.pion.v1.SSMStateStoreHeaderH\x00\x12#\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x12.pion.v1.PartChunkH\x00\x42\t\n\x07message\"n\n\x15SSMStateStoreResponse\x12\'\n\ndurability\x18\x01 \x01(\x0e\x32\x13.pion.v1.Durability\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10more_generations\x18\x03 \x03(\x04\"u\n\x14SSMStateFetchRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x13\n\x0bmore_layers\x18\x05 \x03(\r\"]\n\x13SSMStateFetchHeader\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.pion.v1.SSMStateInfo\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"w\n\x15SSMStateFetchResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.pion.v1.SSMStateFetchHeaderH\x00\x12#\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x12.pion.v1.PartChunkH\x00\x42\t\n\x07message\"k\n\x15SSMStateExportRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x15\n\x08lease_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05probe\x18\x04 \x01(\x08\x42\x0b\n\t_lease_ms\"\xa9\x02\n\x16SSMStateExportResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x12\n\nhost_token\x18\x02 \x01(\x0c\x12\x35\n\x06values\x18\x03 \x03(\x0b\x32%.pion.v1.SSMStateExportResponse.Value\x1a\xb0\x01\n\x05Value\x12\r\n\x05layer\x18\x01 \x01(\r\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.pion.v1.SSMStateInfo\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x11\n\tfile_name\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\x04\x12\r\n\x05inode\x18\x06 \x01(\x04\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\x12\x19\n\x11\x64\x61ta_offset_bytes\x18\x08 \x01(\x04\"D\n\x13SSMStateDropRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\x05layer\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_layer\"-\n\x14SSMStateDropResponse\x12\x15\n\rdropped_count\x18\x01 \x01(\r2\xae\x02\n\x08SSMState\x12H\n\x05Store\x12\x1d.pion.v1.SSMStateStoreRequest\x1a\x1e.pion.v1.SSMStateStoreResponse(\x01\x12H\n\x05\x46\x65tch\x12\x1d.pion.v1.SSMStateFetchRequest\x1a\x1e.pion.v1.SSMStateFetchResponse0\x01\x12I\n\x06\x45xport\x12\x1e.pion.v1.SSMStateExportRequest\x1a\x1f.pion.v1.SSMStateExportResponse\x12\x43\n\x04\x44rop\x12\x1c.pion.v1.SSMStateDropRequest\x1a\x1d.pion.v1.SSMStateDropResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pion/v1/ssm_state.proto\x12\x07pion.v1\x1a\x13pion/v1/types.proto\"b\n\x0cSSMStateInfo\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x17\n\x0f\x62oundary_tokens\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\"\x83\x01\n\x13SSMStateStoreHeader\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12#\n\x04info\x18\x03 \x01(\x0b\x32\x15.pion.v1.SSMStateInfo\x12\'\n\ndurability\x18\x04 \x01(\x0e\x32\x13.pion.v1.Durability\"v\n\x14SSMStateStoreRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.pion.v1.SSMStateStoreHeaderH\x00\x12#\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x12.pion.v1.PartChunkH\x00\x42\t\n\x07message\"n\n\x15SSMStateStoreResponse\x12\'\n\ndurability\x18\x01 \x01(\x0e\x32\x13.pion.v1.Durability\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10more_generations\x18\x03 \x03(\x04\"\x8f\x01\n\x14SSMStateFetchRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x13\n\x0bmore_layers\x18\x05 \x03(\r\x12\x18\n\x10more_generations\x18\x06 \x03(\x04\"w\n\x13SSMStateFetchHeader\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.pion.v1.SSMStateInfo\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x18\n\x10more_generations\x18\x04 \x03(\x04\"w\n\x15SSMStateFetchResponse\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.pion.v1.SSMStateFetchHeaderH\x00\x12#\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x12.pion.v1.PartChunkH\x00\x42\t\n\x07message\"k\n\x15SSMStateExportRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x15\n\x08lease_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05probe\x18\x04 \x01(\x08\x42\x0b\n\t_lease_ms\"\xa9\x02\n\x16SSMStateExportResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x12\n\nhost_token\x18\x02 \x01(\x0c\x12\x35\n\x06values\x18\x03 \x03(\x0b\x32%.pion.v1.SSMStateExportResponse.Value\x1a\xb0\x01\n\x05Value\x12\r\n\x05layer\x18\x01 \x01(\r\x12#\n\x04info\x18\x02 \x01(\x0b\x32\x15.pion.v1.SSMStateInfo\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x11\n\tfile_name\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\x04\x12\r\n\x05inode\x18\x06 \x01(\x04\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\x12\x19\n\x11\x64\x61ta_offset_bytes\x18\x08 \x01(\x04\"D\n\x13SSMStateDropRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\x05layer\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_layer\"-\n\x14SSMStateDropResponse\x12\x15\n\rdropped_count\x18\x01 \x01(\r2\xae\x02\n\x08SSMState\x12H\n\x05Store\x12\x1d.pion.v1.SSMStateStoreRequest\x1a\x1e.pion.v1.SSMStateStoreResponse(\x01\x12H\n\x05\x46\x65tch\x12\x1d.pion.v1.SSMStateFetchRequest\x1a\x1e.pion.v1.SSMStateFetchResponse0\x01\x12I\n\x06\x45xport\x12\x1e.pion.v1.SSMStateExportRequest\x1a\x1f.pion.v1.SSMStateExportResponse\x12\x43\n\x04\x44rop\x12\x1c.pion.v1.SSMStateDropRequest\x1a\x1d.pion.v1.SSMStateDropResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,22 +40,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SSMSTATESTOREREQUEST']._serialized_end=409
   _globals['_SSMSTATESTORERESPONSE']._serialized_start=411
   _globals['_SSMSTATESTORERESPONSE']._serialized_end=521
-  _globals['_SSMSTATEFETCHREQUEST']._serialized_start=523
-  _globals['_SSMSTATEFETCHREQUEST']._serialized_end=640
-  _globals['_SSMSTATEFETCHHEADER']._serialized_start=642
-  _globals['_SSMSTATEFETCHHEADER']._serialized_end=735
-  _globals['_SSMSTATEFETCHRESPONSE']._serialized_start=737
-  _globals['_SSMSTATEFETCHRESPONSE']._serialized_end=856
-  _globals['_SSMSTATEEXPORTREQUEST']._serialized_start=858
-  _globals['_SSMSTATEEXPORTREQUEST']._serialized_end=965
-  _globals['_SSMSTATEEXPORTRESPONSE']._serialized_start=968
-  _globals['_SSMSTATEEXPORTRESPONSE']._serialized_end=1265
-  _globals['_SSMSTATEEXPORTRESPONSE_VALUE']._serialized_start=1089
-  _globals['_SSMSTATEEXPORTRESPONSE_VALUE']._serialized_end=1265
-  _globals['_SSMSTATEDROPREQUEST']._serialized_start=1267
-  _globals['_SSMSTATEDROPREQUEST']._serialized_end=1335
-  _globals['_SSMSTATEDROPRESPONSE']._serialized_start=1337
-  _globals['_SSMSTATEDROPRESPONSE']._serialized_end=1382
-  _globals['_SSMSTATE']._serialized_start=1385
-  _globals['_SSMSTATE']._serialized_end=1687
+  _globals['_SSMSTATEFETCHREQUEST']._serialized_start=524
+  _globals['_SSMSTATEFETCHREQUEST']._serialized_end=667
+  _globals['_SSMSTATEFETCHHEADER']._serialized_start=669
+  _globals['_SSMSTATEFETCHHEADER']._serialized_end=788
+  _globals['_SSMSTATEFETCHRESPONSE']._serialized_start=790
+  _globals['_SSMSTATEFETCHRESPONSE']._serialized_end=909
+  _globals['_SSMSTATEEXPORTREQUEST']._serialized_start=911
+  _globals['_SSMSTATEEXPORTREQUEST']._serialized_end=1018
+  _globals['_SSMSTATEEXPORTRESPONSE']._serialized_start=1021
+  _globals['_SSMSTATEEXPORTRESPONSE']._serialized_end=1318
+  _globals['_SSMSTATEEXPORTRESPONSE_VALUE']._serialized_start=1142
+  _globals['_SSMSTATEEXPORTRESPONSE_VALUE']._serialized_end=1318
+  _globals['_SSMSTATEDROPREQUEST']._serialized_start=1320
+  _globals['_SSMSTATEDROPREQUEST']._serialized_end=1388
+  _globals['_SSMSTATEDROPRESPONSE']._serialized_start=1390
+  _globals['_SSMSTATEDROPRESPONSE']._serialized_end=1435
+  _globals['_SSMSTATE']._serialized_start=1438
+  _globals['_SSMSTATE']._serialized_end=1740
 # @@protoc_insertion_point(module_scope)

@@ -164,6 +164,7 @@ class SSMStateFetchRequest(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     MORE_LAYERS_FIELD_NUMBER: _builtins.int
+    MORE_GENERATIONS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The session. Required."""
     layer: _builtins.int
@@ -176,6 +177,10 @@ class SSMStateFetchRequest(_message.Message):
     def more_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further layers, at most 999, none twice: their values follow in this order."""
 
+    @_builtins.property
+    def more_generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """To resume: as `generation`, of the further values. As many as there are layers, or none."""
+
     def __init__(
         self,
         *,
@@ -184,10 +189,11 @@ class SSMStateFetchRequest(_message.Message):
         offset_bytes: _builtins.int = ...,
         generation: _builtins.int = ...,
         more_layers: _abc.Iterable[_builtins.int] | None = ...,
+        more_generations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "layer", b"layer", "more_layers", b"more_layers", "offset_bytes", b"offset_bytes", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "layer", b"layer", "more_generations", b"more_generations", "more_layers", b"more_layers", "offset_bytes", b"offset_bytes", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -202,6 +208,7 @@ class SSMStateFetchHeader(_message.Message):
     FOUND_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    MORE_GENERATIONS_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
     """Whether it is stored."""
     generation: _builtins.int
@@ -210,16 +217,21 @@ class SSMStateFetchHeader(_message.Message):
     def info(self) -> Global___SSMStateInfo:
         """What it is."""
 
+    @_builtins.property
+    def more_generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Before the first value: the generations of the further ones, 0 where none is stored."""
+
     def __init__(
         self,
         *,
         found: _builtins.bool = ...,
         info: Global___SSMStateInfo | None = ...,
         generation: _builtins.int = ...,
+        more_generations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "generation", b"generation", "info", b"info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "generation", b"generation", "info", b"info", "more_generations", b"more_generations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,8 +73,8 @@ class SSMStateServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Streams values back: of each a header, then its bytes. If it is not stored, the header says so and
-        no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
+        """Streams values back, as they are at one moment: of each a header, then its bytes. If it is not stored,
+        the header says so and no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,8 +41,8 @@ class SSMStateStub:
     Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
     """
     Fetch: _grpc.UnaryStreamMultiCallable[_ssm_state_pb2.SSMStateFetchRequest, _ssm_state_pb2.SSMStateFetchResponse]
-    """Streams values back: of each a header, then its bytes. If it is not stored, the header says so and
-    no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
+    """Streams values back, as they are at one moment: of each a header, then its bytes. If it is not stored,
+    the header says so and no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
     """
     Export: _grpc.UnaryUnaryMultiCallable[_ssm_state_pb2.SSMStateExportRequest, _ssm_state_pb2.SSMStateExportResponse]
     """Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
@@ -64,8 +64,8 @@ class SSMStateAsyncStub(SSMStateStub):
     Errors: INVALID, CHECKSUM, BUDGET, QUOTA, DISK_FULL, TOO_MANY_STREAMS.
     """
     Fetch: _aio.UnaryStreamMultiCallable[_ssm_state_pb2.SSMStateFetchRequest, _ssm_state_pb2.SSMStateFetchResponse]  # type: ignore[assignment]
-    """Streams values back: of each a header, then its bytes. If it is not stored, the header says so and
-    no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
+    """Streams values back, as they are at one moment: of each a header, then its bytes. If it is not stored,
+    the header says so and no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
     """
     Export: _aio.UnaryUnaryMultiCallable[_ssm_state_pb2.SSMStateExportRequest, _ssm_state_pb2.SSMStateExportResponse]  # type: ignore[assignment]
     """Names the files that hold values, for a client on the same host; no byte of them crosses the wire.
@@ -96,8 +96,8 @@ class SSMStateServicer(metaclass=_abc_1.ABCMeta):
         request: _ssm_state_pb2.SSMStateFetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_ssm_state_pb2.SSMStateFetchResponse], _abc.AsyncIterator[_ssm_state_pb2.SSMStateFetchResponse]]:
-        """Streams values back: of each a header, then its bytes. If it is not stored, the header says so and
-        no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
+        """Streams values back, as they are at one moment: of each a header, then its bytes. If it is not stored,
+        the header says so and no bytes follow; the status is OK. Errors: INVALID, GENERATION, CORRUPT, STALLED, TOO_MANY_STREAMS.
         """
 
     @_abc_1.abstractmethod
