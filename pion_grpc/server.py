@@ -339,7 +339,8 @@ def serve(config: Config, worker: Worker | None = None) -> None:
     signals = pipe_of_signals()
     server.start()
     if worker is not None:
-        os.write(worker.ready, b"\1")
+        with contextlib.suppress(BrokenPipeError):  # no parent: a SIGTERM comes instead
+            os.write(worker.ready, b"\1")
     os.read(signals, 1)
 
     def hurry_when_told_again() -> None:
