@@ -266,13 +266,13 @@ def another_was_quicker(wire: Wire) -> Refusal:
 
 
 AS_THEY_COME: list[tuple[str, Callable[[Wire], Refusal]]] = [
+    ("INVALID", rows_backwards),
     ("INVALID", invalid),
     ("INVALID", invalid_layout),
     ("INVALID", invalid_order),
     ("CHECKSUM", checksum_of_rows),
     ("CHECKSUM", checksum_of_a_part),
     ("ROWS", rows_beyond_the_end),
-    ("ROWS", rows_backwards),
     ("ROWS", rows_of_an_export),
     ("LAYOUT", layout_of_a_store),
     ("LAYOUT", layout_of_a_registration),
