@@ -310,7 +310,7 @@ def test_commands_show_their_certificates(mutual: ServerProcess, authority: Auth
     flags = itertools.chain.from_iterable((f"--tls-{name}", str(path)) for name, path in named)
     shown = command("--address", mutual.address, *flags)
     assert shown.returncode == 0, shown.stdout
-    refused = command("--address", mutual.address)
+    refused = command("--address", mutual.address, "--timeout", "0.5")
     assert json.loads(refused.stdout)["error"]["reason"] == "UNAVAILABLE"
     odd = command("--address", mutual.address, "--tls-ca", "/nowhere.pem")
     assert "/nowhere.pem" in json.loads(odd.stdout)["error"]["message"]
