@@ -12,8 +12,8 @@ one owner.
 
 import contextlib
 import dataclasses
-import json
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -166,29 +166,19 @@ def _reserved(address: Address) -> socket.socket | None:
 
 
 def _described(config: Config, index: int, sockets: list[int | None] | None, ready: int) -> bytes:
-    values = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in dataclasses.asdict(config).items()
-    }
-    told = {"config": values, "index": index, "sockets": sockets, "ready": ready}
-    return json.dumps(told).encode() + b"\n"
+    return pickle.dumps((config, index, sockets, ready))
 
 
 def _told_by(stream: IO[bytes]) -> tuple[Config, Worker]:
-    told = json.loads(stream.readline())
-    values = told["config"]
-    for name in ("data", "password_file", "tls_cert", "tls_key", "tls_client_ca"):
-        values[name] = Path(values[name]) if values[name] is not None else None
-    values["tenants"] = tuple(values["tenants"])
-    config = Config(**values)
+    config, index, descriptors, ready = pickle.load(stream)  # the parent's own words
     block: Block | None = None
-    if told["sockets"] is not None:
+    if descriptors is not None:
         resp, lane, affinity = (
-            None if fd is None else socket.socket(fileno=fd) for fd in told["sockets"]
+            None if fd is None else socket.socket(fileno=fd) for fd in descriptors
         )
         assert resp is not None, "a block begins with RESP"
         block = Block(resp, lane, affinity)
-    return config, Worker(told["index"], config.workers, block, told["ready"])
+    return config, Worker(index, config.workers, block, ready)
 
 
 def main() -> int:

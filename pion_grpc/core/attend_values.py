@@ -3,11 +3,9 @@
 import enum
 from typing import NamedTuple
 
-from pion_grpc.core.values import check_namespace
+from pion_grpc.core.values import check_layer, check_namespace
 from pion_grpc.errors import InvalidRequest
 from pion_wire import limits
-
-LAYER_MAX = (1 << 32) - 1
 
 
 class EntryState(enum.Enum):
@@ -90,8 +88,7 @@ class Telemetry(NamedTuple):
 def check_key(key: Key) -> None:
     """Raises InvalidRequest unless an entry may have that name."""
     check_namespace(key.session, "session")
-    if not 0 <= key.layer <= LAYER_MAX:
-        raise InvalidRequest("layer", f"{key.layer} is outside 0..{LAYER_MAX}", limit=LAYER_MAX)
+    check_layer(key.layer)
 
 
 def check_layer_count(count: int) -> None:

@@ -109,10 +109,7 @@ class BlobStore:
         workshop = self.workshop
         needed = segment.file_bytes if segment else size
         with workshop.catalog.write() as transaction:
-            reservation = Accounts(transaction).reserve(
-                workshop.directory.instance, tenant, 0, needed
-            )
-            workshop.space.make_room(transaction, tenant, needed)
+            reservation = workshop.space.reserve(transaction, tenant, needed)
         workshop.space.sweep()
         return BlobWriter(self, tenant, size, reservation, segment)
 

@@ -133,10 +133,7 @@ class Copier:
         header = request.header()
         size = len(header) + 2 * request.layers * request.tensor_bytes
         with workshop.catalog.write() as transaction:
-            reservation = Accounts(transaction).reserve(
-                workshop.directory.instance, tenant, 0, size
-            )
-            workshop.space.make_room(transaction, tenant, size)
+            reservation = workshop.space.reserve(transaction, tenant, size)
         workshop.space.sweep()
         name = f"export/{digests[0]}-{digests[1]}-{reservation}.safetensors"
         path = workshop.directory.resolve(name)

@@ -226,10 +226,7 @@ def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> Rows
         if header.first_row < row.base + counts[index]:
             check_not_shared(transaction, row, header.first_row)
         size = header.row_count * tensor.row_bytes
-        reservation = Accounts(transaction).reserve(
-            workshop.directory.instance, tenant, row.id, size
-        )
-        workshop.space.make_room(transaction, tenant, size)
+        reservation = workshop.space.reserve(transaction, tenant, size, row.id)
         known = Extents(transaction).files(row.id)
     workshop.space.sweep()
     file = workshop.row_files.take(known, reservation)
@@ -339,10 +336,7 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
             parts=parts_of(row),
             namespace=row.namespace,
         )
-        reservation = Accounts(transaction).reserve(
-            workshop.directory.instance, row.tenant, row.id, segment.file_bytes
-        )
-        workshop.space.make_room(transaction, row.tenant, segment.file_bytes)
+        reservation = workshop.space.reserve(transaction, row.tenant, segment.file_bytes, row.id)
     workshop.space.sweep()
     name = f"segments/{workshop.directory.instance}-{row.id}-{reservation}.safetensors"
     writer, sealed = None, False

@@ -11,6 +11,8 @@ from decimal import Decimal
 from pion_grpc.core.key_values import NotANumber
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
+"""As strictly as Redis reads one: no plus, space or leading zero, and no `-0`."""
 
 
 def parse_float(text: bytes, what: str = "value") -> float:
@@ -37,7 +39,7 @@ def checked_sum(text: bytes, by: int, what: str) -> int:
     Raises:
         NotANumber: the text is no integer, or one of them or the sum has more than 64 bits.
     """
-    if not _INTEGER.fullmatch(text) or not INT64_MIN <= int(text) <= INT64_MAX:
+    if not INTEGER.fullmatch(text) or not INT64_MIN <= int(text) <= INT64_MAX:
         if what == "value":
             raise NotANumber("value is not an integer or out of range")
         raise NotANumber(f"{what} is not an integer")
@@ -62,6 +64,5 @@ def float_sum(text: bytes, by: float, what: str) -> bytes:
     raise NotANumber("increment would produce NaN or Infinity")
 
 
-_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 _FLOAT = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _INFINITY = re.compile(rb"[+-]?inf(?:inity)?", re.IGNORECASE)

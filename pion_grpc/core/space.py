@@ -138,6 +138,26 @@ class Space:
         """Returns what counts beside the files that the catalogue names, the database's own included."""
         return self._foreign_bytes + self._directory.catalog_bytes() + CATALOG_HEADROOM_BYTES
 
+    def reserve(self, transaction: Transaction, tenant: str, size: int, prefix: int = 0) -> int:
+        """Counts bytes that are about to be written, and evicts until they fit; sweep afterwards.
+
+        Args:
+            transaction: to write in.
+            tenant: whose bytes they are.
+            size: how many.
+            prefix: the live prefix that they belong to; 0: to none.
+
+        Returns:
+            The reservation, to be released when they are written.
+
+        Raises:
+            As `make_room` does.
+        """
+        owner = self._directory.instance
+        reservation = Accounts(transaction).reserve(owner, tenant, prefix, size)
+        self.make_room(transaction, tenant, size)
+        return reservation
+
     def make_room(
         self,
         transaction: Transaction,

@@ -9,16 +9,15 @@ client on this host reads them) is true of states.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-from crc32c import crc32c
 
 from pion_grpc.core.blobs import BlobReading, BlobStore, BlobWriter, WrittenBlob
 from pion_grpc.core.exporting import ExportedFile
+from pion_grpc.core.order import check_data
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.values import Durability, check_lease, check_namespace
-from pion_grpc.errors import ChecksumMismatch, GenerationDiffers, InvalidRequest
+from pion_grpc.core.values import Durability, check_layer, check_lease, check_namespace
+from pion_grpc.errors import GenerationDiffers, InvalidRequest
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import unix_ms
 from pion_grpc.storage.states import StateRow, States
@@ -26,8 +25,6 @@ from pion_wire import limits
 from pion_wire.framing import PartChunk
 from pion_wire.layout import Layout, PartInfo
 from pion_wire.segment import SegmentLayout
-
-LAYER_MAX = (1 << 32) - 1
 
 
 class StateInfo(NamedTuple):
@@ -133,10 +130,9 @@ class StateSession:
             )
         size = len(chunk.data)
         left = self._info.size_bytes - self._written
-        if not 1 <= size <= min(left, limits.CHUNK_BYTES_MAX):
+        if not 1 <= size <= left:
             raise InvalidRequest("bytes.data", f"{size} bytes where {left} are left")
-        if crc32c(chunk.data) != chunk.crc32c:
-            raise ChecksumMismatch("the bytes do not have the checksum they were sent with")
+        check_data("bytes", chunk.data, size, chunk.crc32c)
         self.write_whole(chunk.data)
 
     def write_whole(self, data: bytes | memoryview) -> None:
@@ -238,18 +234,19 @@ class RecurrentStates:
         return stored.publish()
 
     def open(self, tenant: str, session: str, layer: int) -> FoundState | None:
-        """Opens a value; None if it is not stored. Raises as `open_all` does."""
-        (found,) = self.open_all(tenant, session, [layer])
+        """Opens a value; None if it is not stored. Raises as `opened` does."""
+        (found,) = self._open(tenant, session, [layer], [0])
         return found
 
-    def open_all(
+    @contextlib.contextmanager
+    def opened(
         self,
         tenant: str,
         session: str,
         layers: Sequence[int],
         generations: Sequence[int] = (),
-    ) -> list[FoundState | None]:
-        """Opens values of a session as they are at one moment; None for what is not stored.
+    ) -> Iterator[list[FoundState | None]]:
+        """Lends values of a session as they are at one moment; None for what is not stored.
 
         Args:
             tenant, session: whose.
@@ -260,12 +257,20 @@ class RecurrentStates:
             GenerationDiffers: one was replaced since the generation asked for.
             Corrupt: a file is damaged; its value has been taken out.
         """
+        values = self._open(tenant, session, layers, generations or [0] * len(layers))
+        with contextlib.ExitStack() as stack:
+            for value in filter(None, values):
+                stack.callback(value.reading.close)
+            yield values
+
+    def _open(
+        self, tenant: str, session: str, layers: Sequence[int], generations: Sequence[int]
+    ) -> list[FoundState | None]:
         while True:
             with self._catalog.read() as transaction:
                 states = [States(transaction).get(tenant, session, layer) for layer in layers]
                 blobs = [Blobs(transaction).get(state.blob) if state else None for state in states]
-            wanted = generations or (0,) * len(layers)
-            for layer, state, generation in zip(layers, states, wanted, strict=True):
+            for layer, state, generation in zip(layers, states, generations, strict=True):
                 if state and generation and generation != state.generation:
                     raise GenerationDiffers(
                         f"layer {layer} of {session!r} was replaced: ask for it anew",
@@ -303,10 +308,7 @@ class RecurrentStates:
         check_lease(lease_ms)
         while True:
             exported, blobs = [], []
-            with contextlib.ExitStack() as opened:
-                values = self.open_all(tenant, session, layers)
-                for value in filter(None, values):
-                    opened.callback(value.reading.close)
+            with self.opened(tenant, session, layers) as values:
                 for layer, found in zip(layers, values, strict=True):
                     if found is not None:
                         file = found.reading.exported(self._store.exports)
@@ -333,8 +335,7 @@ def _info(state: StateRow, size: int) -> StateInfo:
 
 def _check(session: str, layer: int, info: StateInfo) -> None:
     check_namespace(session, "session")
-    if not 0 <= layer <= LAYER_MAX:
-        raise InvalidRequest("layer", f"{layer} is outside 0..{LAYER_MAX}", limit=LAYER_MAX)
+    check_layer(layer)
     for field in ("boundary_tokens", "size_bytes"):
         if getattr(info, field) >= 1 << 62:
             raise InvalidRequest(f"info.{field}", "is absurd")

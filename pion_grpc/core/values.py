@@ -13,6 +13,7 @@ from pion_wire import limits
 from pion_wire.blocks import RAW_FIDELITY
 from pion_wire.layout import DType, Layout, PartInfo, Side
 
+LAYER_MAX = (1 << 32) - 1
 BLOCK_TOKENS_MAX = 8_192
 """Tokens in one block of a caller's table."""
 TABLE_HASHES_MAX = 1 << 20
@@ -343,6 +344,12 @@ def check_namespace(name: str, field: str = "namespace") -> None:
     _check_text(field, name, 1, limits.NAMESPACE_BYTES_MAX)
     if any(unicodedata.category(character) == "Cc" for character in name):
         raise InvalidRequest(field, "holds a control character")
+
+
+def check_layer(layer: int) -> None:
+    """Raises InvalidRequest unless `layer` is a u32."""
+    if not 0 <= layer <= LAYER_MAX:
+        raise InvalidRequest("layer", f"{layer} is outside 0..{LAYER_MAX}", limit=LAYER_MAX)
 
 
 def check_model_id(model_id: str) -> None:

@@ -34,6 +34,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from pion_grpc.core.numbers import INT64_MAX, INT64_MIN, INTEGER
 from pion_grpc.resp.reply import CRLF, ReplyError
 
 Argument: TypeAlias = bytes | memoryview
@@ -46,8 +47,6 @@ SMALL_BYTES_MAX = 64 << 10
 STAGING_BYTES = 2 * SMALL_BYTES_MAX  # a small payload with its CRLF fits, and room to read ahead
 FIRST_STEP_BYTES = 1 << 20
 
-INT64_MIN = -(2**63)
-INT64_MAX = 2**63 - 1
 NOT_AN_INTEGER = "ERR value is not an integer or out of range"
 
 _OF_HTTP = frozenset({b"POST", b"HOST:"})
@@ -227,7 +226,7 @@ class RequestParser:
         line = self._take_line(CRLF, "too big mbulk count string")
         if line is None:
             return False
-        count = int(line[1:]) if _INTEGER.fullmatch(line, 1) else INT64_MAX
+        count = int(line[1:]) if INTEGER.fullmatch(line, 1) else INT64_MAX
         if count > self.limits.array_count_max:
             raise ProtocolError("invalid multibulk length")
         if count > 0:
@@ -359,7 +358,7 @@ def parse_int(
     Digits with at most a minus before them: no plus, space, leading zero or ``-0``. Anything else
     raises ReplyError with the text `refusal`.
     """
-    if _INTEGER.fullmatch(argument) is not None:
+    if INTEGER.fullmatch(argument) is not None:
         value = int(bytes(argument))
         if minimum <= value <= maximum:
             return value
@@ -410,7 +409,6 @@ def _untouched(byte_count: int) -> memoryview:
 _SHORT_HEADERS = {b"$%d" % byte_count: byte_count for byte_count in range(1 << 10)}
 _SHORT_HEADER_BYTES = len(b"$1023\r\n")
 _LENGTH = re.compile(rb"0|[1-9][0-9]{0,18}")
-_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 _SPACE = re.compile(rb"[ \t\n\v\f\r]*")
 _WORD = re.compile(
     rb"""([^ \t\n\r"']*+)                      # a plain part, then perhaps a quoted one

@@ -1,6 +1,5 @@
 """pion.v1.SSMState: recurrent states as streams of bytes, framed by hand like rows, or as files."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 from pion_grpc.config import Config
@@ -57,13 +56,9 @@ class SSMStateService:
         more = request.more_generations or (0,) * len(request.more_layers)
         if len(more) != len(request.more_layers):
             raise InvalidRequest("more_generations", f"{len(more)} for {len(layers) - 1} layers")
-        values = self._states.open_all(
+        with self._states.opened(
             call.tenant, request.session, layers, (request.generation, *more)
-        )
-        with contextlib.ExitStack() as opened:
-            for value in filter(None, values):
-                opened.callback(value.reading.close)
-            first, *others = values
+        ) as (first, *others):
             generations = [value.generation if value else 0 for value in others]
             yield from _value(first, request.offset_bytes, generations)
             for other in others:

@@ -301,8 +301,8 @@ class Exchange:
         if another prefix served them: as a child of the longest match, this one would have its rows. A
         prefix whose parts cannot be used is not extended: they would be its children's too.
         """
-        same = found.prefix is not None and found.longest == found.prefix.namespace
-        begin, end = found.served if same else 0, found.longest_tokens
+        known = found.prefix if found.prefix and found.prefix.namespace == found.longest else None
+        begin, end = found.served if known else 0, found.longest_tokens
         least = max(found.served + limits.CHAIN_TOKENS_MIN, _BASE_TOKENS_MIN)
         assert found.facts is not None
         both = found.facts.held.needs and bundle.rows
@@ -312,7 +312,7 @@ class Exchange:
             self._client,
             found.longest,
             (begin, end),
-            generation=found.prefix.generation if same and found.prefix else 0,
+            generation=known.generation if known else 0,
             token_ids=pending.request.token_ids,
             layers=bundle.rows,
             facts=found.facts,

@@ -241,24 +241,22 @@ class Exported:
     def _find_parts(
         self, known: Sequence[PartInfo], boundary: int, kinds: Sequence[str]
     ) -> list[_PartPlace]:
-        wanted = [p for p in known if p.kind in kinds and p.boundary_tokens == boundary]
+        # The last file's counts: a parent may have one like it beyond its child's base, where it is of
+        # other tokens.
+        held = {
+            part: (extent, f"part.{index}")
+            for extent in self._extents
+            for index, part in enumerate(extent.header.parts)
+        }
         found = []
-        for part in wanted:
-            places = [
-                _PartPlace(
-                    part,
-                    extent.descriptor,
-                    f"part.{index}",
-                    extent.header.data_offset + entry.begin,
-                )
-                for extent in self._extents
-                for index, own in enumerate(extent.header.parts)
-                if own == part and (entry := extent.header.arrays[f"part.{index}"])
-            ]
-            if not places:
+        for part in known:
+            if part.kind not in kinds or part.boundary_tokens != boundary:
+                continue
+            if part not in held:
                 raise CannotExport(f"a part ({part.kind}) lies in a file that was not named")
-            # A parent may have one like it beyond its child's base, where it is of other tokens.
-            found.append(places[-1])
+            extent, name = held[part]
+            offset = extent.header.data_offset + extent.header.arrays[name].begin
+            found.append(_PartPlace(part, extent.descriptor, name, offset))
         return found
 
     # Reading

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
-from pion_grpc.core.attend_values import LAYER_MAX, EntryState, Key, Shape
+from pion_grpc.core.attend_values import EntryState, Key, Shape
+from pion_grpc.core.values import LAYER_MAX
 from pion_grpc.errors import Cold, Missing
 from pion_grpc.resp.command import Answer, Call, Command, Where, for_all, is_text, syntax_error
 from pion_grpc.resp.protocol import Argument

@@ -1,6 +1,6 @@
 """`SSM.PREFIX.*`: recurrent state, opaque, one value for each layer of a session."""
 
-from pion_grpc.core.states import LAYER_MAX
+from pion_grpc.core.values import LAYER_MAX
 from pion_grpc.resp.command import Answer, Call, StreamedValue, for_all, is_text
 from pion_grpc.resp.reply import OK, ReplyError
 from pion_wire.limits import NAMESPACE_BYTES_MAX
