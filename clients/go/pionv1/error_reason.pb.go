@@ -67,7 +67,7 @@ const (
 	ErrorReason_ERROR_REASON_DISK_FULL ErrorReason = 13
 	// All stream permits are taken [RESOURCE_EXHAUSTED]. Metadata: `limit`. Retry after the delay.
 	ErrorReason_ERROR_REASON_TOO_MANY_STREAMS ErrorReason = 14
-	// This server cannot do that: no such backend, or not built yet [UNIMPLEMENTED].
+	// This server cannot do that: no such backend, or it is switched off [UNIMPLEMENTED].
 	ErrorReason_ERROR_REASON_NO_BACKEND ErrorReason = 15
 	// The server is starting [UNAVAILABLE]. Retry after the delay. Kept for servers that listen before
 	// they can serve; this one does not.

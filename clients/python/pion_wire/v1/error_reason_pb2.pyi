@@ -71,7 +71,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_TOO_MANY_STREAMS: _ErrorReason.ValueType  # 14
     """All stream permits are taken [RESOURCE_EXHAUSTED]. Metadata: `limit`. Retry after the delay."""
     ERROR_REASON_NO_BACKEND: _ErrorReason.ValueType  # 15
-    """This server cannot do that: no such backend, or not built yet [UNIMPLEMENTED]."""
+    """This server cannot do that: no such backend, or it is switched off [UNIMPLEMENTED]."""
     ERROR_REASON_STARTING: _ErrorReason.ValueType  # 16
     """The server is starting [UNAVAILABLE]. Retry after the delay. Kept for servers that listen before
     they can serve; this one does not.
@@ -148,7 +148,7 @@ ERROR_REASON_DISK_FULL: ErrorReason.ValueType  # 13
 ERROR_REASON_TOO_MANY_STREAMS: ErrorReason.ValueType  # 14
 """All stream permits are taken [RESOURCE_EXHAUSTED]. Metadata: `limit`. Retry after the delay."""
 ERROR_REASON_NO_BACKEND: ErrorReason.ValueType  # 15
-"""This server cannot do that: no such backend, or not built yet [UNIMPLEMENTED]."""
+"""This server cannot do that: no such backend, or it is switched off [UNIMPLEMENTED]."""
 ERROR_REASON_STARTING: ErrorReason.ValueType  # 16
 """The server is starting [UNAVAILABLE]. Retry after the delay. Kept for servers that listen before
 they can serve; this one does not.
