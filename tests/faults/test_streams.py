@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 from pion_grpc.server import UNARY_THREADS
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from tests.conftest import ServerProcess
-from tests.server.memory import clear_peak, peak_bytes
+from tests.memory import clear_peak, peak_bytes
 from tests.server.wire import Sample, Wire, eventually, refused
 
 pytestmark = pytest.mark.faults

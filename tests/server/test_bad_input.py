@@ -22,7 +22,7 @@ from pion_wire.messages import layout_to_message, part_to_message
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import types_pb2
 from tests.conftest import ServerProcess
-from tests.server.memory import clear_peak, peak_bytes
+from tests.memory import clear_peak, peak_bytes
 from tests.server.wire import MODEL, Sample, Wire, eventually, layout_of, refused
 
 _serial = itertools.count()

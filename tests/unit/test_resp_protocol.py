@@ -9,7 +9,6 @@ import tracemalloc
 from collections.abc import Callable
 
 import hiredis
-import psutil
 import pytest
 import redis
 from hypothesis import given, settings
@@ -45,6 +44,7 @@ from pion_grpc.resp.reply import (
     encode,
     join_small,
 )
+from tests.memory import growth_bytes
 
 WHOLE = 1 << 30
 EVERY_BYTE = bytes(range(256))
@@ -212,13 +212,15 @@ def test_large_payload_is_not_copied_out_of_a_shared_buffer() -> None:
     assert payload[-1] == 9  # the same memory
 
 
-def test_announced_payload_costs_nothing_before_it_comes() -> None:
-    process = psutil.Process()
-    before = process.memory_info().rss
+def announced_payloads() -> list[RequestParser]:
     parsers = [RequestParser() for _ in range(256)]
     for parser in parsers:
         assert feed(parser, HUGE + b"some bytes") == []
-    assert process.memory_info().rss - before < 32 << 20  # of 128 GiB
+    return parsers
+
+
+def test_announced_payload_costs_nothing_before_it_comes() -> None:
+    assert growth_bytes(announced_payloads) < 32 << 20  # of 128 GiB
 
 
 def test_memory_is_not_far_ahead_of_what_arrived() -> None:
@@ -231,11 +233,17 @@ def test_memory_is_not_far_ahead_of_what_arrived() -> None:
         assert tracemalloc.get_traced_memory()[1] < FIRST_STEP_BYTES + (64 << 10)
     finally:
         tracemalloc.stop()
-    process = psutil.Process()
-    before = process.memory_info().rss
-    destination.received(1)
+
+
+def destination_after_its_first_step() -> Destination:
+    destination = Destination(512 << 20)
+    destination.received(FIRST_STEP_BYTES)
     destination.room()
-    assert process.memory_info().rss - before < 16 << 20  # of 512
+    return destination
+
+
+def test_room_for_all_costs_nothing_before_it_is_filled() -> None:
+    assert growth_bytes(destination_after_its_first_step) < 16 << 20  # of 512
 
 
 def test_want_of_memory_is_a_refusal_not_a_crash() -> None:
