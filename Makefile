@@ -9,6 +9,7 @@ PROTO_VENV := .venv-proto
 FAST_BLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
 RUN := $(if $(FAST_BLAS),LD_PRELOAD=$(FAST_BLAS)) $(BIN)/
 PYTEST := $(RUN)python -m pytest
+SPREAD := -n logical --maxprocesses 4 --dist loadfile  # a file's tests share their server
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo proto fix check test quick soak bench run clean test-lmcache
@@ -59,10 +60,10 @@ check: setup ## verify what `fix` writes, plus types, protos, stubs and import d
 	@$(MAKE) --no-print-directory check-go
 
 quick: setup ## unit and contract tests, under a minute: for every commit
-	$(PYTEST) -q -m "not model and not faults and not soak" tests/unit tests/core
+	$(PYTEST) $(SPREAD) -q -m "not model and not faults and not soak" tests/unit tests/core
 
 test: setup ## all tests but the long ones
-	$(PYTEST) -m "not soak"
+	$(PYTEST) $(SPREAD) -m "not soak"
 
 soak: setup ## the long tests
 	$(PYTEST) -m soak
