@@ -36,7 +36,7 @@ from pion_grpc.backends import (
 )
 from pion_grpc.core.attend_query import FIELDS, Ask
 from pion_grpc.core.attend_room import ROOM_WAIT_S, Array, Room
-from pion_grpc.core.attend_upload import Upload
+from pion_grpc.core.attend_upload import EntryUpload
 from pion_grpc.core.attend_values import (
     EntryInfo,
     EntryState,
@@ -147,10 +147,10 @@ class Attend:
         with self._room.taken([shape]):
             return self._keep(key, _f32(k, shape), _f32(v, shape))
 
-    def begin_rows(self, key: Key, shape: Shape) -> Upload:
+    def begin_rows(self, key: Key, shape: Shape) -> EntryUpload:
         """Begins to take rows in chunks. Publish or abandon the upload. Raises as `store_rows` does."""
         check_key(key)
-        return Upload(self._room, shape, functools.partial(self._keep, key), self._clock)
+        return EntryUpload(self._room, shape, functools.partial(self._keep, key), self._clock)
 
     def store_prefix(self, tenant: str, session: str, source: Source) -> Warmed:
         """Makes the rows of a stored prefix resident: all layers at once, or none of them.

@@ -21,7 +21,7 @@ UPLOAD_PATIENCE_S = 10.0
 """How long an upload may fall short of that."""
 
 
-class Upload:
+class EntryUpload:
     """Rows of one entry on their way in: all of K, then all of V, in order. Publish or abandon it.
 
     Args:

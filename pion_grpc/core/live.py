@@ -48,7 +48,7 @@ GAP_BYTES_SEALED = 1 << 20
 """Zeros that may always go into a segment."""
 
 
-class RowsSession:
+class RowsUpload:
     """Rows being written into one tensor of a live prefix. Publish or abandon it."""
 
     def __init__(
@@ -80,7 +80,7 @@ class RowsSession:
             raise
 
     def write(self, chunk: RowChunk) -> None:
-        """Takes the next chunk; raises as `StoreSession.write` does."""
+        """Takes the next chunk; raises as `PrefixUpload.write` does."""
         self._order.accept(chunk)
         self._file.write(chunk.data)
 
@@ -198,7 +198,7 @@ class RowsSession:
         return RowsWritten(row.base + counts[index], generation, self._header.durability)
 
 
-def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> RowsSession:
+def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> RowsUpload:
     """Plans rows: checks the prefix and its tensor, and reserves their bytes.
 
     Raises:
@@ -230,7 +230,7 @@ def begin_rows(workshop: Workshop, tenant: str, header: WriteRowsHeader) -> Rows
         known = Extents(transaction).files(row.id)
     workshop.space.sweep()
     file = workshop.row_files.take(known, reservation)
-    return RowsSession(workshop, header, row.id, tensor, reservation, file)
+    return RowsUpload(workshop, header, row.id, tensor, reservation, file)
 
 
 def tensor_of(

@@ -17,7 +17,7 @@ from pion_grpc.core.asking import add_lease, find_longest, look_up
 from pion_grpc.core.blobs import BlobStore
 from pion_grpc.core.exporting import Exports
 from pion_grpc.core.housekeeping import Totals
-from pion_grpc.core.live import RowsSession, begin_rows, is_mostly_gaps, seal, tensor_of
+from pion_grpc.core.live import RowsUpload, begin_rows, is_mostly_gaps, seal, tensor_of
 from pion_grpc.core.membership import membership
 from pion_grpc.core.opening import guarded, open_prefix, prefix_info, within
 from pion_grpc.core.reading import Reading
@@ -25,7 +25,7 @@ from pion_grpc.core.receipt import NO_RESTORE, Ledger, Restore, SharedReceipt, r
 from pion_grpc.core.recovery import Recovery
 from pion_grpc.core.snapshots import Snapshots
 from pion_grpc.core.space import Space
-from pion_grpc.core.storing import StoreSession, begin_store
+from pion_grpc.core.storing import PrefixUpload, begin_store
 from pion_grpc.core.values import (
     TABLE_HASHES_MAX,
     BlockTable,
@@ -242,8 +242,8 @@ class PrefixStore:
 
     # -- storing
 
-    def store(self, tenant: str, header: StoreHeader) -> StoreSession | Stored:
-        """Begins a Store; returns a session, or the acknowledgement if the same is stored.
+    def store(self, tenant: str, header: StoreHeader) -> PrefixUpload | Stored:
+        """Begins a Store; returns an upload, or the acknowledgement if the same is stored.
 
         Pass what `publish` returns to `stored`.
         """
@@ -259,7 +259,7 @@ class PrefixStore:
             if row is not None and row.generation == stored.generation:
                 transaction.update(row.id, prefill_ms=header.prefill_ms)
 
-    def write_rows(self, tenant: str, header: WriteRowsHeader) -> RowsSession:
+    def write_rows(self, tenant: str, header: WriteRowsHeader) -> RowsUpload:
         """Begins to write rows into one tensor of a registered or stored prefix."""
         return begin_rows(self.workshop, tenant, header)
 

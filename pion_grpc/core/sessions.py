@@ -284,20 +284,20 @@ class Sessions:
         namespace, side = SessionName.of(sid)
         header = WriteRowsHeader(namespace, layer, side, first_row, row_count)
         try:
-            session = self._store.write_rows(tenant, header)
+            upload = self._store.write_rows(tenant, header)
         except LayoutDiffers:
             self._known(tenant, sid)  # without the side at all that is what is wrong
             raise
         try:
-            tensor = session.tensor
+            tensor = upload.tensor
             expected = row_count * tensor.heads * tensor.head_dim * dtype.itemsize
             if len(rows) != expected:
                 raise WrongSize(len(rows), expected)
-            session.write_arrays(_encoded(tensor, rows, dtype))
+            upload.write_arrays(_encoded(tensor, rows, dtype))
         except BaseException:
-            session.abandon()
+            upload.abandon()
             raise
-        session.publish()
+        upload.publish()
 
     def open(
         self, tenant: str, sid: str, layers: Sequence[int] = (), *, halves: bool = False

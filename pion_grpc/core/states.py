@@ -70,7 +70,7 @@ class _Value(NamedTuple):
     written: WrittenBlob
 
 
-class StateSession:
+class StatesUpload:
     """Values of one session on their way into the store, one after the other. Publish or abandon it."""
 
     def __init__(
@@ -210,28 +210,28 @@ class RecurrentStates:
         layer: int,
         info: StateInfo,
         durability: Durability = Durability.PROCESS,
-    ) -> StateSession:
+    ) -> StatesUpload:
         """Plans a value; others of the same session may follow it.
 
         Raises:
-            As `StateSession.begin` does.
+            As `StatesUpload.begin` does.
         """
         self._store.space.uses.flush()
-        values = StateSession(self, tenant, session, durability)
-        values.begin(session, layer, info)
-        return values
+        upload = StatesUpload(self, tenant, session, durability)
+        upload.begin(session, layer, info)
+        return upload
 
     def store(
         self, tenant: str, session: str, layer: int, data: bytes | memoryview
     ) -> StoredStates:
-        """Stores a value that is all there; raises as `begin` and `StateSession.publish` do."""
-        stored = self.begin(tenant, session, layer, StateInfo(len(data)))
+        """Stores a value that is all there; raises as `begin` and `StatesUpload.publish` do."""
+        upload = self.begin(tenant, session, layer, StateInfo(len(data)))
         try:
-            stored.write_whole(data)
+            upload.write_whole(data)
         except BaseException:
-            stored.abandon()
+            upload.abandon()
             raise
-        return stored.publish()
+        return upload.publish()
 
     def open(self, tenant: str, session: str, layer: int) -> FoundState | None:
         """Opens a value; None if it is not stored. Raises as `opened` does."""

@@ -52,7 +52,7 @@ class SegmentFile(NamedTuple):
     """Boot under which it was written unsynced; None: on disk."""
 
 
-class StoreSession:
+class PrefixUpload:
     """One Store in progress. Publish or abandon it."""
 
     def __init__(
@@ -233,10 +233,10 @@ def extends(parent: PrefixRow, base: int) -> bool:
     )
 
 
-def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSession | Stored:
+def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> PrefixUpload | Stored:
     """Plans a Store: checks it against what is there, and reserves its bytes.
 
-    Returns a session that takes the rows, or the acknowledgement if the same is stored already.
+    Returns an upload that takes the rows, or the acknowledgement if the same is stored already.
 
     Raises:
         LayoutDiffers, OtherContent: the name holds something else.
@@ -299,7 +299,7 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> StoreSe
         workshop.space.make_room(transaction, tenant, segment.file_bytes, header.token_count)
     workshop.space.sweep()
     name = f"segments/{workshop.directory.instance}-{prefix}.safetensors"
-    return StoreSession(workshop, tenant, header, prefix, name, segment)
+    return PrefixUpload(workshop, tenant, header, prefix, name, segment)
 
 
 def _check_parts(parents: list[PrefixRow], header: StoreHeader, base: int) -> None:

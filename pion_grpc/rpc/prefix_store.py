@@ -12,7 +12,7 @@ from pion_grpc.core.attend import Attend
 from pion_grpc.core.attend_values import Telemetry
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Rows
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import (
     BlockTable,
     FetchQuery,
@@ -156,12 +156,12 @@ class PrefixStoreService:
     def Store(self, messages: Iterator[bytes], call: Call) -> pb.PrefixStoreStoreResponse:
         """Stores one prefix."""
         header = _store_header(header_of(messages, pb.PrefixStoreStoreRequest))
-        session = self._store.store(call.tenant, header)
-        if isinstance(session, StoreSession):
-            stored = fill(session, row_chunks(messages, parts=True))
+        begun = self._store.store(call.tenant, header)
+        if isinstance(begun, PrefixUpload):
+            stored = fill(begun, row_chunks(messages, parts=True))
             self._store.stored(call.tenant, header, stored)
         else:
-            stored = session
+            stored = begun
         return pb.PrefixStoreStoreResponse(
             namespace=stored.namespace,
             already_stored=stored.already_stored,

@@ -29,7 +29,7 @@ class SSMStateService:
     def Store(self, messages: Iterator[bytes], call: Call) -> pb.SSMStateStoreResponse:
         """Stores values."""
         header = header_of(messages, pb.SSMStateStoreRequest)
-        session = self._states.begin(
+        upload = self._states.begin(
             call.tenant,
             header.session,
             header.layer,
@@ -39,9 +39,9 @@ class SSMStateService:
 
         def begin_next(message: bytes) -> None:
             header = parsed_header(message, pb.SSMStateStoreRequest)
-            session.begin(header.session, header.layer, _info_of(header))
+            upload.begin(header.session, header.layer, _info_of(header))
 
-        stored = fill(session, byte_chunks(messages, begin_next))
+        stored = fill(upload, byte_chunks(messages, begin_next))
         return pb.SSMStateStoreResponse(
             durability=durability_value(stored.durability),
             generation=stored.generations[0],

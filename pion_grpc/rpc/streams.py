@@ -1,4 +1,4 @@
-"""Client streams: a header, then chunks, which a session takes and publishes as a whole or not at all.
+"""Client streams: a header, then chunks, which an upload takes and publishes as a whole or not at all.
 
 Shared by the services that take rows or bytes in. Knows the two shapes that the messages of such streams
 have, and nothing of what is in them.
@@ -33,7 +33,7 @@ StreamMessage = TypeVar("StreamMessage", bound=Message)
 Answer = TypeVar("Answer", covariant=True)
 
 
-class Session(Protocol[Answer]):
+class Upload(Protocol[Answer]):
     """What takes the chunks of a client stream."""
 
     def write(self, chunk: Any) -> None:
@@ -110,14 +110,14 @@ def durability_value(durability: Durability) -> types_pb2.Durability.ValueType:
     return _DURABILITIES[durability]
 
 
-def fill(session: Session[Answer], chunks: Iterable[RowChunk | PartChunk]) -> Answer:
-    """Hands chunks to a session, and publishes it or abandons it."""
+def fill(upload: Upload[Answer], chunks: Iterable[RowChunk | PartChunk]) -> Answer:
+    """Hands chunks to an upload, and publishes it or abandons it."""
     try:
         for chunk in chunks:
-            session.write(chunk)
-        return session.publish()
+            upload.write(chunk)
+        return upload.publish()
     except BaseException:
-        session.abandon()
+        upload.abandon()
         raise
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import PartBytes, Rows
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import (
     BlockTable,
     Durability,
@@ -148,23 +148,23 @@ class StoreContract:
             assert len(tail) == (40 - resume.part_offset if resume.part < 2 else 0)
 
     def test_a_prefix_is_never_seen_before_it_is_whole(self, store: PrefixStore) -> None:
-        session = begin(store, "p", PROMPT)
-        assert isinstance(session, StoreSession)
+        upload = begin(store, "p", PROMPT)
+        assert isinstance(upload, PrefixUpload)
         assert not look(store, "p").hit
-        fill(session)
+        fill(upload)
         assert not look(store, "p").hit
         assert not matched(store, PROMPT).hit
         assert store.list_page(TENANT) == []
-        publish(session)
+        publish(upload)
         assert look(store, "p").hit
         assert_truth(store, "p", PROMPT)
 
     def test_an_abandoned_store_leaves_nothing(self, store: PrefixStore) -> None:
         before = store.totals()
-        session = begin(store, "p", PROMPT)
-        assert isinstance(session, StoreSession)
-        fill(session).abandon()
-        session.abandon()
+        upload = begin(store, "p", PROMPT)
+        assert isinstance(upload, PrefixUpload)
+        fill(upload).abandon()
+        upload.abandon()
         assert not look(store, "p").hit
         assert list(store.directory.segments.iterdir()) == []
         assert store.totals().prefixes == before.prefixes
@@ -211,8 +211,8 @@ class StoreContract:
             store.fetch(TENANT, FetchQuery("p", generation=old.generation))
 
     def test_of_two_stores_of_one_name_the_first_to_publish_wins(self, store: PrefixStore) -> None:
-        sessions = [begin(store, "p", ids) for ids in (PROMPT, PROMPT, LONGER)]
-        first, same, other = (fill(s) for s in sessions if isinstance(s, StoreSession))
+        uploads = [begin(store, "p", ids) for ids in (PROMPT, PROMPT, LONGER)]
+        first, same, other = (fill(s) for s in uploads if isinstance(s, PrefixUpload))
         won = publish(first)
         late = publish(same)
         assert late.already_stored

@@ -12,7 +12,7 @@ from crc32c import crc32c
 
 from pion_grpc.core.prefix_store import Fetch, PrefixStore
 from pion_grpc.core.reading import Rows
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import (
     Durability,
     FetchQuery,
@@ -142,7 +142,7 @@ def chunks(
 
 def begin(
     store: PrefixStore, name: str, token_ids: bytes, *, tenant: str = TENANT, **fields: object
-) -> StoreSession | Stored:
+) -> PrefixUpload | Stored:
     """Begins a Store with the usual layout and model."""
     return store.store(tenant, header(name, token_ids, **fields))
 
@@ -153,27 +153,27 @@ def header(name: str, token_ids: bytes, **fields: object) -> StoreHeader:
     return StoreHeader(namespace=name, token_ids=token_ids, **values)  # type: ignore[arg-type]
 
 
-def fill(session: StoreSession, parts: Iterable[bytes] = ()) -> StoreSession:
-    """Sends everything that a session waits for, without publishing it."""
-    head = session._header
+def fill(upload: PrefixUpload, parts: Iterable[bytes] = ()) -> PrefixUpload:
+    """Sends everything that an upload waits for, without publishing it."""
+    head = upload._header
     try:
-        for chunk in chunks(head.layout, head.token_ids, session._segment.base):
-            session.write(chunk)
+        for chunk in chunks(head.layout, head.token_ids, upload._segment.base):
+            upload.write(chunk)
         for index, data in enumerate(parts):
             if data:
-                session.write(PartChunk(index, 0, crc32c(data), data))
+                upload.write(PartChunk(index, 0, crc32c(data), data))
     except BaseException:
-        session.abandon()
+        upload.abandon()
         raise
-    return session
+    return upload
 
 
-def publish(session: StoreSession) -> Stored:
+def publish(upload: PrefixUpload) -> Stored:
     """Publishes, and abandons where that fails, as the transports do."""
     try:
-        return session.publish()
+        return upload.publish()
     except BaseException:
-        session.abandon()
+        upload.abandon()
         raise
 
 
@@ -188,12 +188,12 @@ def put(
 ) -> Stored:
     """Stores one prefix."""
     head = header(name, token_ids, **fields)
-    session = store.store(tenant, head)
-    if isinstance(session, StoreSession):
-        stored = publish(fill(session, part_bytes))
+    upload = store.store(tenant, head)
+    if isinstance(upload, PrefixUpload):
+        stored = publish(fill(upload, part_bytes))
         store.stored(tenant, head, stored)
         return stored
-    return session
+    return upload
 
 
 def part(kind: str, boundary: int, data: bytes, slot: int = 0) -> PartInfo:
@@ -217,16 +217,16 @@ def write(
     """Writes rows into one tensor of a live prefix; of rows without bytes, `count` of them."""
     count = count or len(data) // row_bytes
     head = WriteRowsHeader(name, slot, side, first_row, count, durability)
-    session = store.write_rows(tenant, head)
+    upload = store.write_rows(tenant, head)
     try:
         step = max(1, (1 << 20) // row_bytes)
         for row in range(0, count if data else 0, step):
             piece = data[row * row_bytes : (row + step) * row_bytes]
             pieces = len(piece) // row_bytes
-            session.write(RowChunk(0, 0, first_row + row, pieces, crc32c(piece), piece))
-        return session.publish()
+            upload.write(RowChunk(0, 0, first_row + row, pieces, crc32c(piece), piece))
+        return upload.publish()
     except BaseException:
-        session.abandon()
+        upload.abandon()
         raise
 
 

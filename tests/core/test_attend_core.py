@@ -28,7 +28,7 @@ from pion_grpc.core.attend import Attend
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
 from pion_grpc.core.attend_values import EntryState, Key, Shape, Source, Warmed
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import StoreHeader, WriteRowsHeader
 from pion_grpc.errors import (
     ChecksumMismatch,
@@ -121,8 +121,8 @@ def put(
     )
     tokens = np.arange(rows[0][0].shape[1], dtype="<u4").tobytes()
     header = StoreHeader(namespace, MODEL, tokens, Layout(tensors), replace=replace)
-    session = store.store("", header)
-    assert isinstance(session, StoreSession)
+    upload = store.store("", header)
+    assert isinstance(upload, PrefixUpload)
     back = []
     for index, tensor in enumerate(tensors):
         side = rows[index // 2][index % 2]
@@ -134,12 +134,12 @@ def put(
             for first in range(0, side.shape[1], step):
                 piece = data[first * size : (first + step) * size]
                 count = len(piece) // size
-                session.write(RowChunk(index, array_index, first, count, crc32c(piece), piece))
+                upload.write(RowChunk(index, array_index, first, count, crc32c(piece), piece))
         values = flat.astype(np.float32)
         if codec != "raw":
             values = np.frombuffer(decode_rows(tensor, arrays), "<f4").reshape(flat.shape)
         back.append(values.transpose(1, 0, 2))
-    session.publish()
+    upload.publish()
     return list(zip(back[::2], back[1::2], strict=True))
 
 
@@ -595,12 +595,12 @@ def test_a_child_becomes_resident_with_its_parents_rows(store: PrefixStore, atte
     put(store, "parent", [(k[:, :80], v[:, :80]) for k, v in whole])
     tokens = np.arange(120, dtype="<u4").tobytes()
     layout = Layout(tuple(TensorLayout(0, side, HEADS, DIM, DType.F32) for side in Side))
-    session = store.store("", StoreHeader("child", MODEL, tokens, layout, parent="parent", base=80))
-    assert isinstance(session, StoreSession)
+    upload = store.store("", StoreHeader("child", MODEL, tokens, layout, parent="parent", base=80))
+    assert isinstance(upload, PrefixUpload)
     for index, side in enumerate(whole[0]):
         data = np.ascontiguousarray(side[:, 80:].transpose(1, 0, 2)).tobytes()
-        session.write(RowChunk(index, 0, 80, 40, crc32c(data), data))
-    session.publish()
+        upload.write(RowChunk(index, 0, 80, 40, crc32c(data), data))
+    upload.publish()
     attend.store_prefix("", "s", Source("child"))
     assert_answers(attend, "s", whole)
 

@@ -8,7 +8,7 @@ import pytest
 from crc32c import crc32c
 
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import (
     BlockTable,
     FetchQuery,
@@ -64,13 +64,13 @@ def store(machine: Machine) -> Iterator[PrefixStore]:
 PART = part("state", 100, b"0123456789")
 
 
-def session(store: PrefixStore) -> StoreSession:
-    """A session that waits for rows 20 to 100 of two tensors, and for two parts."""
+def upload(store: PrefixStore) -> PrefixUpload:
+    """An upload that waits for rows 20 to 100 of two tensors, and for two parts."""
     put(store, "parent", IDS[:80])
     empty = part("ring", 100, b"")
     begun = begin(store, "p", IDS, parent="parent", base=20, parts=(empty, PART))
     store.drop(TENANT, ["parent"])
-    assert isinstance(begun, StoreSession)
+    assert isinstance(begun, PrefixUpload)
     return begun
 
 
@@ -123,7 +123,7 @@ BAD_STREAMS: dict[str, Callable[[list[RowChunk]], list[RowChunk | PartChunk]]] =
 def test_a_stream_that_is_not_what_was_declared_stores_nothing(
     store: PrefixStore, name: str
 ) -> None:
-    receiving = session(store)
+    receiving = upload(store)
     *good, bad = BAD_STREAMS[name](row_chunks())
     for chunk in good:
         receiving.write(chunk)
@@ -137,7 +137,7 @@ def test_a_stream_that_is_not_what_was_declared_stores_nothing(
 
 @pytest.mark.parametrize("kept", [0, 1, 3, 4])
 def test_a_stream_that_ends_early_stores_nothing(store: PrefixStore, kept: int) -> None:
-    receiving = session(store)
+    receiving = upload(store)
     for chunk in row_chunks()[:kept]:
         receiving.write(chunk)
     with pytest.raises(InvalidRequest, match="before all declared"):
@@ -147,7 +147,7 @@ def test_a_stream_that_ends_early_stores_nothing(store: PrefixStore, kept: int) 
 def test_a_chunk_above_a_mebibyte_is_refused(store: PrefixStore) -> None:
     wide = layout(1, heads=64, head_dim=512)
     receiving = begin(store, "p", IDS, layout=wide)
-    assert isinstance(receiving, StoreSession)
+    assert isinstance(receiving, PrefixUpload)
     data = bytes(17 * 65_536)
     with pytest.raises(InvalidRequest) as caught:
         receiving.write(RowChunk(0, 0, 0, 17, crc32c(data), data))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import LookupQuery, WriteRowsHeader
 from pion_grpc.errors import OverBudget, OverQuota, TooManyFiles, Unreadable
 from pion_grpc.storage.accounts import Accounts
@@ -279,7 +279,7 @@ def test_a_store_that_is_refused_evicts_and_counts_nothing(store: PrefixStore) -
 
 
 def test_what_is_being_stored_is_neither_evicted_nor_forgotten(store: PrefixStore) -> None:
-    session = begin(store, "slow", tokens(BIG, salt=700), layout=WIDE)
+    upload = begin(store, "slow", tokens(BIG, salt=700), layout=WIDE)
     put(store, "parent", tokens(BIG, salt=701), layout=WIDE)
     child_ids = tokens(BIG, salt=701) + tokens(BIG, salt=702)
     child = begin(store, "child", child_ids, layout=WIDE, parent="parent", base=BIG)
@@ -289,9 +289,9 @@ def test_what_is_being_stored_is_neither_evicted_nor_forgotten(store: PrefixStor
     for number in range(40):
         big(store, f"n{number}", salt=number)
         assert directory_bytes(store.directory.path) <= BUDGET
-    assert isinstance(session, StoreSession)
-    assert isinstance(child, StoreSession)
-    publish(fill(session))
+    assert isinstance(upload, PrefixUpload)
+    assert isinstance(child, PrefixUpload)
+    publish(fill(upload))
     publish(fill(child))
     rows.write_arrays([memoryview(b"y" * 16)])
     assert rows.publish().row_count == 2
@@ -316,19 +316,19 @@ def test_what_can_never_fit_evicts_nothing(store: PrefixStore) -> None:
 
 def test_reservations_count_before_a_byte_is_written(store: PrefixStore) -> None:
     fill_up(store)
-    sessions: list[object] = []
+    uploads: list[object] = []
 
     def open_many() -> None:
         for number in range(40):
-            sessions.append(begin(store, f"open {number}", tokens(BIG, salt=number), layout=WIDE))
+            uploads.append(begin(store, f"open {number}", tokens(BIG, salt=number), layout=WIDE))
 
     with pytest.raises(OverBudget):
         open_many()
-    assert 4 < len(sessions) < 16
+    assert 4 < len(uploads) < 16
     assert names(store) == []
-    for session in sessions:
-        assert isinstance(session, StoreSession)
-        publish(fill(session))
+    for upload in uploads:
+        assert isinstance(upload, PrefixUpload)
+        publish(fill(upload))
     assert directory_bytes(store.directory.path) <= BUDGET
 
 

@@ -6,7 +6,7 @@ import pytest
 from crc32c import crc32c
 
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import RowRange
 from pion_wire.framing import RowChunk
 from pion_wire.layout import DType, Layout, Side
@@ -35,13 +35,13 @@ def store_bytes(
     store: PrefixStore, name: str, shape: Layout, ids: bytes, data: bytes, **fields: object
 ) -> None:
     """Stores the same bytes as K and V; `data` has the rows from the base on."""
-    session = begin(store, name, ids, layout=shape, **fields)
-    assert isinstance(session, StoreSession)
-    base = session._segment.base
+    upload = begin(store, name, ids, layout=shape, **fields)
+    assert isinstance(upload, PrefixUpload)
+    base = upload._segment.base
     row_bytes = shape.tensors[0].row_bytes
     for index in range(len(shape.tensors)):
-        session.write(RowChunk(index, 0, base, len(data) // row_bytes, crc32c(data), data))
-    publish(session)
+        upload.write(RowChunk(index, 0, base, len(data) // row_bytes, crc32c(data), data))
+    publish(upload)
 
 
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import Durability, FetchQuery, MissReason
 from pion_grpc.errors import CannotStart, Corrupt, DiskFull, NotStored, PionError
 from pion_grpc.storage.accounts import Accounts
@@ -465,14 +465,14 @@ def test_a_directory_of_garbage_never_starts(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_store_is_not_finished_by_others(store: PrefixStore) -> None:
-    session = begin(store, "p", FULL, layout=WIDE)
-    assert isinstance(session, StoreSession)
+    upload = begin(store, "p", FULL, layout=WIDE)
+    assert isinstance(upload, PrefixUpload)
     with pytest.raises(PionError, match="before all declared rows"):
-        publish(session)
+        publish(upload)
     assert not look(store, "p").hit
     assert list(store.directory.segments.iterdir()) == []
-    session = begin(store, "p", FULL, layout=WIDE)
-    assert isinstance(session, StoreSession)
-    publish(fill(session))
+    upload = begin(store, "p", FULL, layout=WIDE)
+    assert isinstance(upload, PrefixUpload)
+    publish(fill(upload))
     assert isinstance(WIDE, Layout)
     assert_truth(store, "p", FULL, WIDE)

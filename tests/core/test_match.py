@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import MissReason
 from pion_grpc.errors import InvalidRequest, NotStored
 from pion_wire.blocks import common_tokens, pack_token_ids
@@ -205,13 +205,13 @@ def test_no_two_lengths_around_a_block_are_confused(store: PrefixStore) -> None:
 def test_lossy_prefixes_are_matched_only_by_those_who_accept_them(store: PrefixStore) -> None:
     lossy = Layout(tuple(TensorLayout(0, side, 1, 32, DType.F16, "int8") for side in Side))
     ids = tokens(100, salt=5)
-    session = begin(store, "lossy", ids, layout=lossy, tenant="lossy")
-    assert isinstance(session, StoreSession)
+    upload = begin(store, "lossy", ids, layout=lossy, tenant="lossy")
+    assert isinstance(upload, PrefixUpload)
     rows = np.linspace(-1, 1, 3200, dtype=np.float32).tobytes()
     for index, tensor in enumerate(lossy.tensors):
         for array, data in enumerate(encode_rows(tensor, rows, DType.F32)):
-            session.write(RowChunk(index, array, 0, 100, crc32c(data), data))
-    publish(session)
+            upload.write(RowChunk(index, array, 0, 100, crc32c(data), data))
+    publish(upload)
     put(store, "raw", ids[:80], tenant="lossy", layout=NO_BYTES)
     for fidelities, found in (
         (("raw",), 20),

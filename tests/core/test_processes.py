@@ -13,7 +13,7 @@ import pytest
 from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.sessions import Sessions
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import Durability, FetchQuery, MissReason, Stored, WriteRowsHeader
 from pion_grpc.errors import Conflict, Corrupt, Evicted, NotStored
 from pion_grpc.storage.accounts import Accounts
@@ -96,11 +96,11 @@ def test_no_prefill_time_is_known_only_to_whom_it_was_told(machine: Machine) -> 
 def test_a_start_or_a_stop_harms_nothing_that_another_process_is_storing(machine: Machine) -> None:
     one = machine.start()
     one.register(TENANT, "live", SMALL)
-    session = begin(one, "p", FULL)
-    assert isinstance(session, StoreSession)
+    upload = begin(one, "p", FULL)
+    assert isinstance(upload, PrefixUpload)
     pieces = list(chunks(SMALL, FULL, rows_max=50))
     for piece in pieces[:5]:
-        session.write(piece)
+        upload.write(piece)
     row_session = one.write_rows(TENANT, WriteRowsHeader("live", 0, Side.K, 0, 2))
     two = machine.start()
     two.clean()
@@ -109,9 +109,9 @@ def test_a_start_or_a_stop_harms_nothing_that_another_process_is_storing(machine
     three = machine.start()
     three.clean()
     for piece in pieces[5:]:
-        session.write(piece)
+        upload.write(piece)
     row_session.write_arrays([memoryview(b"x" * 32)])
-    publish(session)
+    publish(upload)
     row_session.publish()
     for store in (one, three):
         assert_truth(store, "p", FULL)
@@ -410,12 +410,12 @@ def test_a_writer_whose_prefix_is_dropped_is_told_and_leaves_nothing(machine: Ma
     store = machine.start()
     store.register(TENANT, "p", SMALL)
     write(store, "p", 0, b"x" * 160)
-    session = store.write_rows(TENANT, WriteRowsHeader("p", 0, Side.K, 10, 1))
-    session.write_arrays([memoryview(b"y" * 16)])
+    upload = store.write_rows(TENANT, WriteRowsHeader("p", 0, Side.K, 10, 1))
+    upload.write_arrays([memoryview(b"y" * 16)])
     store.drop(TENANT, ["p"])
     with pytest.raises(NotStored):
-        session.publish()
-    session.abandon()
+        upload.publish()
+    upload.abandon()
     assert usage(store) == 0
     assert list(store.directory.rows.iterdir()) == []
 
@@ -423,13 +423,13 @@ def test_a_writer_whose_prefix_is_dropped_is_told_and_leaves_nothing(machine: Ma
 def test_a_child_whose_parent_turns_out_damaged_is_not_published(machine: Machine) -> None:
     store = machine.start()
     put(store, "p", FULL[:400])
-    session = fill(begin(store, "c", FULL, parent="p", base=100))  # type: ignore[arg-type]
+    upload = fill(begin(store, "c", FULL, parent="p", base=100))  # type: ignore[arg-type]
     (path, *_) = (p for p in store.directory.segments.iterdir() if p.suffix != ".tmp")
     path.unlink()
     with pytest.raises(Corrupt):
         rows_of(store, "p")
     with pytest.raises(Evicted):
-        publish(session)
+        publish(upload)
     assert not look(store, "c").hit
     assert usage(store) == 0
     assert list(store.directory.segments.iterdir()) == []

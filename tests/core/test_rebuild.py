@@ -13,7 +13,7 @@ import pytest
 
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.rebuild import Rebuilt, rebuild
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import Durability, FetchQuery, MissReason
 from pion_grpc.errors import CannotStart, DiskFull
 from pion_grpc.storage.accounts import Accounts
@@ -213,9 +213,9 @@ def test_the_first_power_cut_keeps_no_server_from_starting(tmp_path: Path) -> No
 def test_what_a_start_removes_is_counted_once(machine: Machine) -> None:
     filled(machine)
     dead = machine.start()
-    session = begin(dead, "unfinished", tokens(9, salt=8))
-    assert isinstance(session, StoreSession)
-    fill(session)
+    upload = begin(dead, "unfinished", tokens(9, salt=8))
+    assert isinstance(upload, PrefixUpload)
+    fill(upload)
     (machine.path / "run" / f"{dead.directory.instance}-counters").touch()
     machine.crash(dead)
     for name in ("segments/0123456789ab-77.safetensors", "rows/0123456789ab-1.rows"):

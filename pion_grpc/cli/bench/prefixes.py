@@ -13,7 +13,7 @@ from crc32c import crc32c
 
 from pion_client.values import Array
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.storing import StoreSession
+from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import BlockTable, StoreHeader
 from pion_grpc.storage.directory import DataDirectory
 from pion_wire.framing import RowChunk
@@ -104,9 +104,9 @@ _LAYOUT = Layout(tuple(TensorLayout(0, side, 1, 1, DType.F16) for side in Side))
 
 def _store(store: PrefixStore, name: str, token_ids: bytes, table: BlockTable | None) -> None:
     header = StoreHeader(name, MODEL, token_ids, _LAYOUT, table=table)
-    session = store.store("", header)
-    assert isinstance(session, StoreSession), "stored twice"
+    upload = store.store("", header)
+    assert isinstance(upload, PrefixUpload), "stored twice"
     data = bytes(2 * header.token_count)
     for index in range(len(_LAYOUT.tensors)):
-        session.write(RowChunk(index, 0, 0, header.token_count, crc32c(data), data))
-    store.stored("", header, session.publish())
+        upload.write(RowChunk(index, 0, 0, header.token_count, crc32c(data), data))
+    store.stored("", header, upload.publish())
