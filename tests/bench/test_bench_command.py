@@ -2,12 +2,13 @@
 
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 
 import pytest
 
-from pion_grpc.cli.bench import ROWS, Entry, command, first_token, texts
+from pion_grpc.cli.bench import ROWS, Entry, chart, command, first_token, texts
 from pion_grpc.cli.bench.measuring import Context, Workload
 from pion_grpc.cli.bench.models import Sizes
 from pion_grpc.cli.bench.results import Report, Result, Row, Samples
@@ -91,6 +92,8 @@ def test_no_way_to_a_first_token_gives_another_token(tmp_path):
         "export",
     ]
     assert measured.rows[0].results[-1].note == "3 of 3 agree with cold"
+    drawn = chart.first_tokens(measured.rows[0])
+    assert re.search(r'\["\d+"\]', drawn), "what is measured is what is drawn"
 
 
 def test_no_row_is_without_a_function():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pion_grpc.cli.bench import ROWS, figures, table
+from pion_grpc.cli.bench import ROWS, chart, figures, table
 from pion_grpc.cli.bench.results import (
     Report,
     Result,
@@ -89,6 +89,15 @@ def test_a_table_does_not_lose_figure_range_or_reason():
     )
     assert "g<br>?" in text
     assert table.rich_table([ROW]).row_count == 2
+
+
+def test_the_picture_does_not_show_other_figures_than_the_table():
+    cold = Samples("cold", (9_000.0, 7_000.0, 8_000.4))
+    what = "first token after 1,024 tokens, a model: export"
+    results = (Result(what, "ms", FAST, SLOW), Result(f"{what}, against cold", "ms", SLOW, cold))
+    text = chart.first_tokens(Row("first-token", 1.0, 0.0, results))
+    assert 'x-axis "tokens of the prompt" ["1,024"]' in text
+    assert text.index("bar [8000]") < text.index("bar [4]"), "what is drawn later is in front"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pion_grpc.cli import blas, output
-from pion_grpc.cli.bench import ROWS, Entry, figures, machine, table
+from pion_grpc.cli.bench import ROWS, Entry, chart, figures, machine, table
 from pion_grpc.cli.bench.measuring import Context, Workload
 from pion_grpc.cli.bench.models import ModelMissing
 from pion_grpc.cli.bench.processes import PeerMissing
@@ -107,6 +107,7 @@ def as_markdown(measured: dict[str, tuple[Report, Row]], names: Sequence[str]) -
     return "\n\n".join(
         [
             "<!-- results -->",
+            *(chart.first_tokens(row) for row in rows if row.name == "first-token"),
             table.markdown(rows),
             "\n".join(f"* {text}" for text in machines),
             "<!-- /results -->",

@@ -1,0 +1,32 @@
+"""A picture of the results for the documentation, in Mermaid, which code hosts draw.
+
+Knows only the row whose figure matters most to a user: the time to the first token.
+"""
+
+import re
+
+from pion_grpc.cli.bench.results import Row
+
+_LENGTH = re.compile(r"first token after ([\d,]+) tokens.*, against cold$")
+
+
+def first_tokens(row: Row) -> str:
+    """Bars for each length of prompt: cold, and in front of it the same prompt from the store."""
+    lengths, cold, warm = [], [], []
+    for result in row.results:
+        if (found := _LENGTH.match(result.what)) and result.figure is not None:
+            lengths.append(f'"{found[1]}"')
+            cold.append(f"{result.peer_figure:.0f}")
+            warm.append(f"{result.figure:.0f}")
+    return "\n".join(
+        [
+            "```mermaid",
+            "xychart-beta",
+            '    title "Time to first token: cold, and in front of it from the store"',
+            f'    x-axis "tokens of the prompt" [{", ".join(lengths)}]',
+            '    y-axis "ms"',
+            f"    bar [{', '.join(cold)}]",
+            f"    bar [{', '.join(warm)}]",
+            "```",
+        ]
+    )
