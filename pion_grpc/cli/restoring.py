@@ -5,12 +5,12 @@ import argparse
 from rich.console import Console
 
 from pion_grpc.cli.output import printable, show
-from pion_grpc.storage.snapshot import restore_snapshot
+from pion_grpc.storage.store_snapshot import restore_store_snapshot
 
 
 def restore(options: argparse.Namespace) -> int:
     """Restores a snapshot to a new data directory."""
-    restore_snapshot(options.file, options.data)
+    restore_store_snapshot(options.file, options.data)
     value = {"file": str(options.file), "data": str(options.data)}
 
     def render(console: Console) -> None:

@@ -34,7 +34,7 @@ from pion_grpc.cli.restoring import restore
 from pion_grpc.core.order import PartOrder, RowOrder
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import CheckedRun, OpenFile, SegmentWriter
-from pion_grpc.storage.snapshot import is_snapshot
+from pion_grpc.storage.store_snapshot import is_store_snapshot
 from pion_wire import framing
 from pion_wire.blocks import route_key
 from pion_wire.framing import FrameError, HeaderBytes, PartChunk, RowChunk
@@ -338,7 +338,7 @@ def opened(path: Path) -> Iterator[Source]:
     with contextlib.closing(file):
         if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
             raise CommandFailed(f"{path} is not a regular file", reason="INVALID")
-        if is_snapshot(path):
+        if is_store_snapshot(path):
             raise CommandFailed(
                 f"{path} is a snapshot of a whole store: add --data DIR to make a data directory of it",
                 reason="INVALID",

@@ -14,7 +14,7 @@ from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import unix_ms
 from pion_grpc.storage.leases import Leases
-from pion_grpc.storage.row_snapshots import RowSnapshots
+from pion_grpc.storage.row_snapshots import RowSnapshotTable
 from pion_grpc.storage.sides import Sides
 
 
@@ -37,7 +37,7 @@ def begin_if_alone(workshop: Workshop) -> bool:
     with contextlib.suppress(DiskFull), workshop.catalog.write() as transaction:
         # In here: who is there has its lock, and who comes later writes nothing before this ends.
         if workshop.directory.live_instances() == {workshop.directory.instance}:
-            RowSnapshots(transaction).clear()
+            RowSnapshotTable(transaction).clear()
             Sides(transaction).begin_counting()
             forget_left_behind(transaction)
             return True

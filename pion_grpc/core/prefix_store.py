@@ -23,7 +23,7 @@ from pion_grpc.core.opening import guarded, open_prefix, prefix_info, within
 from pion_grpc.core.reading import Reading
 from pion_grpc.core.receipt import NO_RESTORE, Ledger, Restore, SharedReceipt, restore_of
 from pion_grpc.core.recovery import Recovery
-from pion_grpc.core.snapshots import Snapshots
+from pion_grpc.core.row_snapshots import RowSnapshots
 from pion_grpc.core.space import Space
 from pion_grpc.core.storing import PrefixUpload, begin_store
 from pion_grpc.core.values import (
@@ -112,7 +112,7 @@ class PrefixStore:
         """What all processes on the directory did together."""
         self.exports = Exports(directory)
         """What has been checked of the files that are named to clients."""
-        self.snapshots = Snapshots(self.workshop)
+        self.row_snapshots = RowSnapshots(self.workshop)
         self.space.bury_dead_instances()
         self.is_first = housekeeping.begin_if_alone(self.workshop)
         """Whether a server has begun with this process: no other was there."""

@@ -13,7 +13,7 @@ from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.errors import DiskFull, InvalidRequest, PionError
 from pion_grpc.storage.directory import is_own
 from pion_grpc.storage.sides import Sides
-from pion_grpc.storage.snapshot import write_snapshot
+from pion_grpc.storage.store_snapshot import write_store_snapshot
 
 _PATH = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|\Z))[^\x00-\x1f\x7f]{1,1000}")
 
@@ -58,7 +58,7 @@ def snapshot_to(store: PrefixStore, name: str) -> None:
         free = workshop.space.budget_bytes - workshop.space.used_bytes(transaction)
     target = workshop.directory.path / path
     try:
-        write_snapshot(workshop.catalog, workshop.directory, workshop.files, target, free)
+        write_store_snapshot(workshop.catalog, workshop.directory, workshop.files, target, free)
     except OSError as error:
         # Without its file names: they are this machine's, and nobody's on the wire.
         raise DiskFull(f"{name!r} cannot be written: {error.strerror or error}") from error

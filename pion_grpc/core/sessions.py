@@ -46,7 +46,7 @@ from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.catalog import NewPrefix, PrefixRow, Transaction
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
-from pion_grpc.storage.row_snapshots import RowSnapshots
+from pion_grpc.storage.row_snapshots import RowSnapshotTable
 from pion_grpc.storage.sides import Sides
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from pion_wire.rows import encode_rows
@@ -338,19 +338,19 @@ class Sessions:
     # -- snapshots
 
     def snapshot(self, tenant: str, sid: str) -> int:
-        """Remembers the rows of every layer; raises as `Snapshots.take` does."""
+        """Remembers the rows of every layer; raises as `RowSnapshots.take` does."""
         namespace, side = self._known(tenant, sid)
-        return self._store.snapshots.take(tenant, namespace, side.value)
+        return self._store.row_snapshots.take(tenant, namespace, side.value)
 
     def restore(self, tenant: str, sid: str, snapshot: int) -> None:
-        """Cuts layers that have grown since; raises as `Snapshots.restore` does."""
+        """Cuts layers that have grown since; raises as `RowSnapshots.restore` does."""
         namespace, side = self._known(tenant, sid)
-        self._store.snapshots.restore(tenant, namespace, snapshot, side.value)
+        self._store.row_snapshots.restore(tenant, namespace, snapshot, side.value)
 
     def release(self, tenant: str, sid: str, snapshot: int) -> bool:
         """Forgets a snapshot and keeps the rows; says whether it was known."""
         namespace, side = self._known(tenant, sid)
-        return self._store.snapshots.release(tenant, namespace, snapshot, side.value)
+        return self._store.row_snapshots.release(tenant, namespace, snapshot, side.value)
 
     # -- parts of the above
 
@@ -389,7 +389,7 @@ class Sessions:
     def _take_out(self, transaction: Transaction, row: PrefixRow, side: Side) -> None:
         """Removes one side of a prefix; the last one, or one that children share, takes it whole."""
         Sides(transaction).remove(row.id, side)
-        RowSnapshots(transaction).remove_side(row.id, side.value)
+        RowSnapshotTable(transaction).remove_side(row.id, side.value)
         if not _sides(transaction, row) - {side} or transaction.children(row.id):
             self._workshop.space.remove(transaction, row)
             return

@@ -389,14 +389,14 @@ class PrefixStoreService:
         self, request: pb.PrefixStoreSnapshotRequest, call: Call
     ) -> pb.PrefixStoreSnapshotResponse:
         """Remembers row counts."""
-        snapshot_id = self._store.snapshots.take(call.tenant, request.namespace)
+        snapshot_id = self._store.row_snapshots.take(call.tenant, request.namespace)
         return pb.PrefixStoreSnapshotResponse(snapshot_id=snapshot_id)
 
     def Restore(
         self, request: pb.PrefixStoreRestoreRequest, call: Call
     ) -> pb.PrefixStoreRestoreResponse:
         """Cuts rows back."""
-        generation = self._store.snapshots.restore(
+        generation = self._store.row_snapshots.restore(
             call.tenant, request.namespace, request.snapshot_id
         )
         return pb.PrefixStoreRestoreResponse(generation=generation)
@@ -405,7 +405,7 @@ class PrefixStoreService:
         self, request: pb.PrefixStoreReleaseRequest, call: Call
     ) -> pb.PrefixStoreReleaseResponse:
         """Forgets a snapshot."""
-        released = self._store.snapshots.release(
+        released = self._store.row_snapshots.release(
             call.tenant, request.namespace, request.snapshot_id
         )
         return pb.PrefixStoreReleaseResponse(released=released)

@@ -24,7 +24,7 @@ ID_MAX = (1 << 63) - 1
 """What a column holds; a client may ask for more."""
 
 
-class RowSnapshots:
+class RowSnapshotTable:
     """The table of row snapshots within one transaction."""
 
     def __init__(self, transaction: "Transaction") -> None:

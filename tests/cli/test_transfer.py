@@ -22,7 +22,7 @@ from pion_grpc.cli.connecting import wired
 from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import SegmentWriter
-from pion_grpc.storage.snapshot import MARK
+from pion_grpc.storage.store_snapshot import MARK
 from pion_wire.limits import PAGE_BYTES
 from pion_wire.segment import SegmentLayout
 from tests.cli.conftest import Run, noise, same_bits, store

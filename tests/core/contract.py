@@ -777,12 +777,12 @@ class StoreContract:
         store.register(TENANT, "p", SMALL)
         for side in Side:
             write(store, "p", 0, b"a" * 160, side=side)
-        snapshot = store.snapshots.take(TENANT, "p")
+        snapshot = store.row_snapshots.take(TENANT, "p")
         for _ in range(2):
             for side in Side:
                 write(store, "p", 10, b"b" * 80, side=side)
             before = look(store, "p").prefix
-            generation = store.snapshots.restore(TENANT, "p", snapshot)
+            generation = store.row_snapshots.restore(TENANT, "p", snapshot)
             assert before is not None
             assert generation != before.generation
             assert rows_of(store, "p") == dict.fromkeys((0, 1), b"a" * 160)
@@ -796,13 +796,13 @@ class StoreContract:
     def test_a_restored_snapshot_leaves_shorter_tensors_alone(self, store: PrefixStore) -> None:
         store.register(TENANT, "p", SMALL)
         write(store, "p", 0, b"k" * 160, side=Side.K)
-        snapshot = store.snapshots.take(TENANT, "p")
-        generation = store.snapshots.restore(TENANT, "p", snapshot)
+        snapshot = store.row_snapshots.take(TENANT, "p")
+        generation = store.row_snapshots.restore(TENANT, "p", snapshot)
         info = look(store, "p").prefix
         assert info is not None
         assert info.generation == generation
         write(store, "p", 0, b"v" * 320, side=Side.V)
-        store.snapshots.restore(TENANT, "p", snapshot)
+        store.row_snapshots.restore(TENANT, "p", snapshot)
         found = store.read_rows(TENANT, "p", 0, Side.K, [9])
         assert found is not None
         assert b"".join(found[1]) == b"k" * 16
@@ -810,12 +810,12 @@ class StoreContract:
 
     def test_going_back_never_takes_rows_that_a_child_shares(self, store: PrefixStore) -> None:
         put(store, "p", PROMPT)
-        snapshot = store.snapshots.take(TENANT, "p")
+        snapshot = store.row_snapshots.take(TENANT, "p")
         for index, side in enumerate(Side):
             write(store, "p", 200, true_rows(SMALL, LONGER, index)[3200:], side=side)
         store.save(TENANT, ["p"])
         put(store, "c", LONGER, parent="p", base=100)
-        store.snapshots.restore(TENANT, "p", snapshot)
+        store.row_snapshots.restore(TENANT, "p", snapshot)
         assert_truth(store, "c", LONGER)
         assert_truth(store, "p", PROMPT)
 
@@ -823,29 +823,29 @@ class StoreContract:
         self, store: PrefixStore
     ) -> None:
         store.register(TENANT, "p", SMALL, MODEL)
-        snapshot = store.snapshots.take(TENANT, "p")
+        snapshot = store.row_snapshots.take(TENANT, "p")
         with pytest.raises(NotStored):
-            store.snapshots.restore(TENANT, "absent", snapshot)
+            store.row_snapshots.restore(TENANT, "absent", snapshot)
         with pytest.raises(NotStored):
-            store.snapshots.restore(TENANT, "p", snapshot + 1)
+            store.row_snapshots.restore(TENANT, "p", snapshot + 1)
         with pytest.raises(NotStored):
-            store.snapshots.restore(TENANT, "p", (1 << 64) - 1)
-        assert not store.snapshots.release(TENANT, "p", (1 << 64) - 1)
-        assert store.snapshots.release(TENANT, "p", snapshot)
-        assert not store.snapshots.release(TENANT, "p", snapshot)
+            store.row_snapshots.restore(TENANT, "p", (1 << 64) - 1)
+        assert not store.row_snapshots.release(TENANT, "p", (1 << 64) - 1)
+        assert store.row_snapshots.release(TENANT, "p", snapshot)
+        assert not store.row_snapshots.release(TENANT, "p", snapshot)
         with pytest.raises(NotStored):
-            store.snapshots.restore(TENANT, "p", snapshot)
+            store.row_snapshots.restore(TENANT, "p", snapshot)
 
     def test_snapshots_end_with_their_prefix_and_are_few(self, store: PrefixStore) -> None:
         put(store, "p", PROMPT)
-        held = [store.snapshots.take(TENANT, "p") for _ in range(16)]
+        held = [store.row_snapshots.take(TENANT, "p") for _ in range(16)]
         with pytest.raises(OverBudget):
-            store.snapshots.take(TENANT, "p")
+            store.row_snapshots.take(TENANT, "p")
         put(store, "p", LONGER, replace=True)
         with pytest.raises(NotStored):
-            store.snapshots.restore(TENANT, "p", held[0])
-        assert not store.snapshots.release(TENANT, "p", held[0])
-        assert store.snapshots.take(TENANT, "p") not in held
+            store.row_snapshots.restore(TENANT, "p", held[0])
+        assert not store.row_snapshots.release(TENANT, "p", held[0])
+        assert store.row_snapshots.take(TENANT, "p") not in held
 
     # -- durability
 

@@ -344,7 +344,7 @@ def test_rows_on_a_full_disk_leave_what_was_there(
     store.register(TENANT, "p", SMALL)
     for side in Side:
         write(store, "p", 0, b"a" * 1600, side=side)
-    snapshot = store.snapshots.take(TENANT, "p")
+    snapshot = store.row_snapshots.take(TENANT, "p")
     usage = []
 
     def unchanged() -> None:
@@ -368,7 +368,7 @@ def test_rows_on_a_full_disk_leave_what_was_there(
             break
     assert failed > 4
     assert set(usage) == {3200}, "rows that were given up still lie there"
-    assert store.snapshots.restore(TENANT, "p", snapshot)
+    assert store.row_snapshots.restore(TENANT, "p", snapshot)
     unchanged()
 
 

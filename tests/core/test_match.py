@@ -119,12 +119,12 @@ class Shelf:
     def _rewrite(self, name: str, step: Step) -> None:
         ids = self.found_by[name]
         if step.what == "cut":
-            snapshot = self.store.snapshots.take(self.tenant, name)
+            snapshot = self.store.row_snapshots.take(self.tenant, name)
             count = len(ids) // 4
             write(
                 self.store, name, count, b"", row_bytes=1, tenant=self.tenant, count=step.tail + 1
             )
-            self.store.snapshots.restore(self.tenant, name, snapshot)
+            self.store.row_snapshots.restore(self.tenant, name, snapshot)
             return
         row = step.cut % (len(ids) // 4 + 1)
         try:

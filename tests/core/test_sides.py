@@ -127,7 +127,7 @@ def test_a_snapshot_of_a_side_that_went_cuts_nothing_of_the_one_declared_anew(
     put(store, "p", FULL, layout=KEYS)
     sessions = Sessions(store)
     sessions.register(TENANT, "p", {Side.V: HALVES})
-    taken = sessions.snapshot(TENANT, "p_pv"), store.snapshots.take(TENANT, "p")
+    taken = sessions.snapshot(TENANT, "p_pv"), store.row_snapshots.take(TENANT, "p")
     of_k = sessions.snapshot(TENANT, "p_pk")
     forget_sides(store)
     add_layer(store, "p", 0, HALVES)
@@ -135,7 +135,7 @@ def test_a_snapshot_of_a_side_that_went_cuts_nothing_of_the_one_declared_anew(
     with pytest.raises(NotStored):
         sessions.restore(TENANT, "p_pv", taken[0])
     with pytest.raises(NotStored):
-        store.snapshots.restore(TENANT, "p", taken[1])
+        store.row_snapshots.restore(TENANT, "p", taken[1])
     assert sessions.info(TENANT, "p_pv") == before
     sessions.restore(TENANT, "p_pk", of_k)
 
@@ -152,7 +152,7 @@ def test_going_back_to_before_a_layer_takes_no_rows_that_children_share(
     store: PrefixStore,
 ) -> None:
     put(store, "p", FULL, layout=KEYS)
-    snapshot = store.snapshots.take(TENANT, "p")
+    snapshot = store.row_snapshots.take(TENANT, "p")
     sessions = Sessions(store)
     sessions.register(TENANT, "p", {Side.V: Declaration(LayerSpec(8, "raw"))})
     values = np.arange(1_600, dtype="<f4")
@@ -163,11 +163,11 @@ def test_going_back_to_before_a_layer_takes_no_rows_that_children_share(
     assert info is not None
     put(store, "c", FULL + tokens(9, salt=2), parent="p", base=200, layout=info.layout)
     with pytest.raises(InvalidRequest):
-        store.snapshots.restore(TENANT, "p", snapshot)
+        store.row_snapshots.restore(TENANT, "p", snapshot)
     rows = rows_of(store, "c", rows=RowRange(0, 200))
     assert rows == {0: truth(SMALL, FULL)[0], 1: values.tobytes()}
     store.drop(TENANT, ["c"])
-    store.snapshots.restore(TENANT, "p", snapshot)
+    store.row_snapshots.restore(TENANT, "p", snapshot)
     assert matched(store, FULL).matched_tokens == 0, "a tensor of it has no rows"
     put(store, "q", FULL[:400])
     assert matched(store, FULL).matched_tokens == 100

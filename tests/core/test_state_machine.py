@@ -410,7 +410,7 @@ class PrefixStoreMachine(RuleBasedStateMachine):
         name = sorted(self.names)[pick % len(self.names)]
         known = self.names[name]
         with contextlib.suppress(OverBudget):
-            identity = self.store_of(which).snapshots.take(TENANT, name)
+            identity = self.store_of(which).row_snapshots.take(TENANT, name)
             counts = len(known.rows[0]) // ROW_BYTES, len(known.rows[1]) // ROW_BYTES
             self.snapshots[identity] = (name, known, counts)
 
@@ -426,7 +426,7 @@ class PrefixStoreMachine(RuleBasedStateMachine):
             rows[: ROW_BYTES * count] for rows, count in zip(known.rows, counts, strict=True)
         )
         try:
-            generation = self.store_of(which).snapshots.restore(TENANT, name, key)
+            generation = self.store_of(which).row_snapshots.restore(TENANT, name, key)
         except InvalidRequest:
             least = min(map(len, kept)) // ROW_BYTES
             assert any(o.parent is known and o.base > least for o in self.alive())

@@ -83,12 +83,12 @@ def snapshot_count(store: PrefixStore) -> int:
 def test_snapshots_of_dropped_prefixes_are_forgotten(store: PrefixStore) -> None:
     layout = layout_of()
     store.register("", "kept", layout)
-    kept = store.snapshots.take("", "kept")
+    kept = store.row_snapshots.take("", "kept")
     for _ in range(20):
         store.register("", "gone", layout)
         for _ in range(16):
-            store.snapshots.take("", "gone")
+            store.row_snapshots.take("", "gone")
         store.drop("", ["gone"])
     assert snapshot_count(store) == 1
-    assert store.snapshots.release("", "kept", kept)
+    assert store.row_snapshots.release("", "kept", kept)
     assert snapshot_count(store) == 0

@@ -13,7 +13,7 @@ import pytest
 
 from pion_grpc.cli.main import main
 from pion_grpc.errors import CannotStart, OverBudget
-from pion_grpc.storage.snapshot import MARK, is_snapshot, restore_snapshot
+from pion_grpc.storage.store_snapshot import MARK, is_store_snapshot, restore_store_snapshot
 from tests.conftest import ServerProcess
 from tests.resp.conftest import Resp
 from tests.resp.wire import Refused, Wire, fields
@@ -63,7 +63,7 @@ def test_a_fresh_server_has_everything(
     expected = contents(wire)
     assert wire("KV.PREFIX.SAVE", name) == "OK"
     snapshot = resp.store.directory.path / name
-    assert is_snapshot(snapshot)
+    assert is_store_snapshot(snapshot)
     assert not list(resp.store.directory.path.rglob("*.tmp"))
     assert not list(resp.store.directory.run.glob("*snapshot*"))
     assert contents(wire) == expected, "saving elsewhere has changed what is stored"
@@ -72,7 +72,7 @@ def test_a_fresh_server_has_everything(
     wire("FLUSHALL")
     wire("KV.PREFIX.DROP", "one", "two")
     resp.stop()
-    restore_snapshot(moved, short_tmp / "fresh")
+    restore_store_snapshot(moved, short_tmp / "fresh")
     fresh = Resp(short_tmp / "fresh")
     try:
         wire = fresh.connect()
@@ -106,7 +106,7 @@ def test_what_has_no_sessions_is_not_said_to_have_failed(
     )
     assert wire("KV.PREFIX.SAVE") == saved
     assert wire("KV.PREFIX.SAVE", "x") == "OK"
-    restore_snapshot(resp.store.directory.path / "x", short_tmp / "fresh")
+    restore_store_snapshot(resp.store.directory.path / "x", short_tmp / "fresh")
     fresh = Resp(short_tmp / "fresh")
     try:
         assert fresh.connect()(*asked) == answer
@@ -150,7 +150,7 @@ def test_a_name_that_only_begins_like_one_of_the_servers_own_is_not_refused(
     )  # fmt: skip
     for name in names:
         assert wire("KV.PREFIX.SAVE", name) == "OK", name
-        assert is_snapshot(data / name), name
+        assert is_store_snapshot(data / name), name
     assert contents(wire) == expected
 
 
@@ -288,7 +288,7 @@ def test_what_is_evicted_meanwhile_is_not_in_it(
         path.unlink()  # as an eviction between the copy of the catalogue and its files does it
     assert wire("KV.PREFIX.SAVE", "x") == "OK"
     snapshot = resp.store.directory.path / "x"
-    restore_snapshot(snapshot, short_tmp / "fresh")
+    restore_store_snapshot(snapshot, short_tmp / "fresh")
     fresh = Resp(short_tmp / "fresh")
     try:
         wire = fresh.connect()
@@ -372,7 +372,7 @@ def test_nothing_is_made_of_a_snapshot_that_is_not_what_was_saved(
     saved = (resp.store.directory.path / "x").read_bytes()
     whole = short_tmp / "whole"
     (whole / "unfinished-import" / "segments").mkdir(parents=True)  # of an import that was killed
-    restore_snapshot(resp.store.directory.path / "x", whole)
+    restore_store_snapshot(resp.store.directory.path / "x", whole)
     names = sorted(files_of(whole))
     assert [name.partition("/")[0] for name in names] == ["blobs", "catalog.db", "segments"]
     damaged, target = short_tmp / "damaged", short_tmp / "fresh"
@@ -388,7 +388,7 @@ def test_nothing_is_made_of_a_snapshot_that_is_not_what_was_saved(
             target.mkdir()  # as it may be there, empty, and is then left so
         was_there = target.exists()
         try:
-            restore_snapshot(damaged, target)
+            restore_store_snapshot(damaged, target)
         except CannotStart:
             assert target.exists() == was_there
             assert not was_there or not list(target.iterdir())
@@ -405,7 +405,7 @@ def test_nothing_is_made_of_a_snapshot_that_is_not_what_was_saved(
     ):
         damaged.write_bytes(saved[:length])
         with pytest.raises(CannotStart):
-            restore_snapshot(damaged, target)
+            restore_store_snapshot(damaged, target)
         assert not target.exists()
 
 
@@ -436,7 +436,7 @@ def test_what_is_no_snapshot_makes_no_directory(short_tmp: Path) -> None:
     other = short_tmp / "other"
     other.write_bytes(os.urandom(10_000))
     with pytest.raises(CannotStart, match="not a snapshot"):
-        restore_snapshot(other, short_tmp / "fresh")
+        restore_store_snapshot(other, short_tmp / "fresh")
     for name in ("../evil", "/evil", "segments/../../evil", "host-token", "segments/.."):
         hostile = short_tmp / "hostile"
         with tarfile.open(hostile, "w") as archive:
@@ -444,11 +444,11 @@ def test_what_is_no_snapshot_makes_no_directory(short_tmp: Path) -> None:
             archive.addfile(tarfile.TarInfo(name))
         target = short_tmp / f"fresh{len(name)}"
         with pytest.raises(CannotStart, match="no snapshot has"):
-            restore_snapshot(hostile, target)
+            restore_store_snapshot(hostile, target)
     assert not (short_tmp / "evil").exists()
     (short_tmp / "full").mkdir()
     (short_tmp / "full" / "x").touch()
     with tarfile.open(hostile, "w") as archive:
         archive.addfile(tarfile.TarInfo(MARK))
     with pytest.raises(CannotStart, match="not empty"):
-        restore_snapshot(hostile, short_tmp / "full")
+        restore_store_snapshot(hostile, short_tmp / "full")

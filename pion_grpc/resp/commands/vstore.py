@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from pion_grpc.core.copying import CopyRequest
 from pion_grpc.core.declaration import Declaration, LayerSpec
+from pion_grpc.core.row_snapshots import NoFreeSnapshot
 from pion_grpc.core.session_reading import SessionReading
 from pion_grpc.core.session_values import LayerInfo, SessionInfo, WrongSize
-from pion_grpc.core.snapshots import NoFreeSnapshot
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, RowsOutOfRange
 from pion_grpc.resp.command import Answer, Call, Streamed, Where, for_all, is_text
 from pion_grpc.resp.commands.formats import WIDTH_MAX, label, parse_specs, rope_of, stored_as

@@ -1,4 +1,4 @@
-"""Snapshots: everything that is stored, in one file that a fresh directory can be made from.
+"""Snapshots of a store: everything that is stored, in one file that a fresh directory can be made from.
 
 ::
 
@@ -43,7 +43,7 @@ UPDATE prefix SET boot = NULL, owner = NULL; UPDATE blob SET boot = NULL;
 """
 
 
-def write_snapshot(
+def write_store_snapshot(
     catalog: Catalog, directory: DataDirectory, files: Files, target: Path, bytes_max: int
 ) -> int:
     """Writes a snapshot to `target`, on stable storage, and returns its bytes.
@@ -53,7 +53,7 @@ def write_snapshot(
     Raises:
         OSError: it cannot be written, would replace something, or have more than `bytes_max` bytes.
     """
-    if os.path.lexists(target) and not (target.is_file() and is_snapshot(target)):
+    if os.path.lexists(target) and not (target.is_file() and is_store_snapshot(target)):
         raise FileExistsError(f"{target.name} exists and is not a snapshot")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {directory.name_of(target.parent)!r}")
@@ -80,7 +80,7 @@ def write_snapshot(
         return target.stat().st_size
 
 
-def is_snapshot(path: Path) -> bool:
+def is_store_snapshot(path: Path) -> bool:
     """Says whether a file begins as a snapshot does."""
     try:
         with tarfile.open(path, "r:") as archive:
@@ -90,13 +90,13 @@ def is_snapshot(path: Path) -> bool:
         return False
 
 
-def restore_snapshot(snapshot: Path, directory: Path) -> None:
+def restore_store_snapshot(snapshot: Path, directory: Path) -> None:
     """Makes a data directory of a snapshot, or leaves it as it was.
 
     Raises:
         CannotStart: it is not a snapshot, is damaged, cannot be unpacked, or the directory is not empty.
     """
-    if not is_snapshot(snapshot):
+    if not is_store_snapshot(snapshot):
         raise CannotStart(f"{snapshot} is not a snapshot")
     # Inside, because a directory that something is mounted on cannot be renamed.
     scratch = directory / "unfinished-import"

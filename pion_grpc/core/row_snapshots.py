@@ -17,7 +17,7 @@ from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import NotStored, OverBudget
 from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_grpc.storage.extents import ExtentRow, Extents
-from pion_grpc.storage.row_snapshots import RowSnapshots
+from pion_grpc.storage.row_snapshots import RowSnapshotTable
 from pion_grpc.storage.sides import Sides
 from pion_wire.layout import Layout
 
@@ -31,7 +31,7 @@ class NoFreeSnapshot(OverBudget):
     """These sides of the prefix have as many snapshots as they may have."""
 
 
-class Snapshots:
+class RowSnapshots:
     """All row snapshots of a data directory, for one process."""
 
     def __init__(self, workshop: Workshop) -> None:
@@ -49,7 +49,7 @@ class Snapshots:
         check_namespace(namespace)
         with self._catalog.write() as transaction:
             row = _named(transaction, tenant, namespace)
-            snapshots = RowSnapshots(transaction)
+            snapshots = RowSnapshotTable(transaction)
             if snapshots.count(row.id, sides) >= SNAPSHOTS_MAX:
                 raise NoFreeSnapshot(f"{namespace!r} has {SNAPSHOTS_MAX} snapshots: release one")
             tensors = Layout.from_json(row.layout).tensors
@@ -71,7 +71,7 @@ class Snapshots:
         check_namespace(namespace)
         with self._catalog.write() as transaction:
             row = _named(transaction, tenant, namespace)
-            snapshot = RowSnapshots(transaction).get(snapshot_id, row.id, sides)
+            snapshot = RowSnapshotTable(transaction).get(snapshot_id, row.id, sides)
             if snapshot is None:
                 raise NotStored(f"{namespace!r} has no snapshot {snapshot_id}", namespace=namespace)
             kept = []
@@ -113,7 +113,7 @@ class Snapshots:
         check_namespace(namespace)
         with self._catalog.write() as transaction:
             row = _named(transaction, tenant, namespace)
-            return RowSnapshots(transaction).remove(snapshot_id, row.id, sides)
+            return RowSnapshotTable(transaction).remove(snapshot_id, row.id, sides)
 
 
 def _named(transaction: Transaction, tenant: str, namespace: str) -> PrefixRow:
