@@ -12,21 +12,24 @@ _LENGTH = re.compile(r"first token after ([\d,]+) tokens.*, against cold$")
 
 def first_tokens(row: Row) -> str:
     """Bars for each length of prompt: cold, and in front of it the same prompt from the store."""
-    lengths, cold, warm = [], [], []
+    lengths: list[str] = []
+    cold: list[int] = []
+    warm: list[int] = []
     for result in row.results:
-        if (found := _LENGTH.match(result.what)) and result.figure is not None:
+        found = _LENGTH.match(result.what)
+        if found and result.figure is not None and result.peer_figure is not None:
             lengths.append(f'"{found[1]}"')
-            cold.append(f"{result.peer_figure:.0f}")
-            warm.append(f"{result.figure:.0f}")
+            cold.append(round(result.peer_figure))
+            warm.append(round(result.figure))
     return "\n".join(
         [
             "```mermaid",
             "xychart-beta",
             '    title "Time to first token: cold, and in front of it from the store"',
             f'    x-axis "tokens of the prompt" [{", ".join(lengths)}]',
-            '    y-axis "ms"',
-            f"    bar [{', '.join(cold)}]",
-            f"    bar [{', '.join(warm)}]",
+            f'    y-axis "ms" 0 --> {max(cold, default=1)}',
+            f"    bar {cold}",
+            f"    bar {warm}",
             "```",
         ]
     )
