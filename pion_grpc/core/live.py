@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from pion_grpc.core.declaration import Declaration
 from pion_grpc.core.gaps import written_rows
+from pion_grpc.core.indexing import keep_tokens
 from pion_grpc.core.order import RowOrder
 from pion_grpc.core.reading import (
     CorruptPrefix,
@@ -19,7 +20,6 @@ from pion_grpc.core.reading import (
     own_row_counts,
     parts_of,
 )
-from pion_grpc.core.space import keep_tokens
 from pion_grpc.core.values import (
     Durability,
     FetchQuery,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from pion_grpc.core.reading import chain_parts
 from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_grpc.storage.match_index import MatchIndex
-from pion_wire.blocks import BLOCK_BYTES, BLOCK_TOKENS, block_hashes, common_tokens, root_hash
+from pion_wire.blocks import BLOCK_BYTES, BLOCK_TOKENS, block_hashes, common_tokens
 from pion_wire.layout import PartInfo
 
 LEVELS_MAX = 2_048
@@ -48,16 +48,6 @@ class Served(NamedTuple):
     """The longest boundary up to `matched` that all kinds of parts have; 0 if there is none."""
     shortened_by: str
     """The kind of part that cut the answer; empty if none did."""
-
-
-def nodes(tenant: str, model_id: str, fidelity: str, token_ids: bytes) -> list[tuple[bytes, bytes]]:
-    """Returns the index entries of a prefix, one per block from its start; the last may be short."""
-    root = root_hash(tenant, model_id, fidelity)
-    parents = [root, *block_hashes(root, token_ids)[:-1]]
-    return [
-        (parent, token_ids[start : start + BLOCK_BYTES])
-        for parent, start in zip(parents, range(0, len(token_ids), BLOCK_BYTES), strict=True)
-    ]
 
 
 def longest_match(transaction: Transaction, root: bytes, token_ids: bytes) -> Found | None:

@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 from pion_grpc.core.access import TENANT_NAME
 from pion_grpc.core.checkup import PageReader, Progress
+from pion_grpc.core.indexing import leave_index
 from pion_grpc.core.reading import own_row_counts
-from pion_grpc.core.space import leave_index
 from pion_grpc.core.storing import SegmentFile, extends, name_segment
 from pion_grpc.core.values import Durability, check_model_id, check_namespace
 from pion_grpc.errors import (

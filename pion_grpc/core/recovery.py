@@ -10,8 +10,9 @@ below them is again what it was before.
 import json
 
 from pion_grpc.core.gaps import written_rows
+from pion_grpc.core.indexing import keep_tokens
 from pion_grpc.core.reading import CorruptPrefix, naming, own_row_counts, segment_layout
-from pion_grpc.core.space import Space, keep_tokens
+from pion_grpc.core.space import Space
 from pion_grpc.errors import Corrupt
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction

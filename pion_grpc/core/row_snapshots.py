@@ -9,9 +9,9 @@ that which took it may die. It ends with its prefix or with the server.
 import json
 
 from pion_grpc.core.gaps import written_rows
+from pion_grpc.core.indexing import keep_tokens
 from pion_grpc.core.live import check_not_shared, outgrown
 from pion_grpc.core.reading import own_row_counts
-from pion_grpc.core.space import keep_tokens
 from pion_grpc.core.values import check_namespace
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import NotStored, OverBudget

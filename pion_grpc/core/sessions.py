@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pion_grpc.core.declaration import Declaration
+from pion_grpc.core.indexing import keep_tokens
 from pion_grpc.core.live import outgrown
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import CorruptPrefix, own_row_counts
@@ -33,7 +34,6 @@ from pion_grpc.core.session_values import (
     Unsettled,
     WrongSize,
 )
-from pion_grpc.core.space import keep_tokens
 from pion_grpc.core.values import (
     BlockTable,
     FetchQuery,

@@ -12,11 +12,10 @@ the caller removes those files after the commit (`sweep`), so that a crash in be
 import collections
 import contextlib
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from pion_grpc.core.matching import nodes
+from pion_grpc.core.indexing import leave_index
 from pion_grpc.core.reading import CorruptPrefix
 from pion_grpc.core.receipt import leave_behind
 from pion_grpc.core.uses import Uses
@@ -28,7 +27,6 @@ from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import Extents
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.leases import Leases
-from pion_grpc.storage.match_index import MatchIndex
 from pion_grpc.storage.states import States
 
 CATALOG_HEADROOM_BYTES = 4 << 20
@@ -434,47 +432,3 @@ class Space:
             needed_bytes=needed,
             budget_bytes=self.budget_bytes,
         )
-
-
-def leave_index(transaction: Transaction, prefix: PrefixRow) -> bytes:
-    """Takes a prefix out of the match index; its children answer for the tokens they share with it.
-
-    Returns the tokens that it had there.
-    """
-    token_ids = MatchIndex(transaction).token_ids(prefix.id)
-    if token_ids:
-        MatchIndex(transaction).remove(prefix.id, _nodes(prefix, token_ids))
-        for child in transaction.children(prefix.id):
-            if child.visible:
-                shared = token_ids[: 4 * child.base]
-                MatchIndex(transaction).add(child.id, whole_nodes(child, shared))
-    return token_ids
-
-
-def keep_tokens(transaction: Transaction, prefix: PrefixRow, count: int, fidelity: str) -> None:
-    """Shortens the tokens by which a prefix is found to those that its rows still are of.
-
-    Args:
-        transaction: where.
-        prefix: as it was before its rows changed.
-        count: leading rows that have not changed.
-        fidelity: what its rows are stored in now.
-    """
-    token_ids = MatchIndex(transaction).token_ids(prefix.id)
-    kept = token_ids[: 4 * count]
-    if kept == token_ids and fidelity == prefix.fidelity:
-        return
-    leave_index(transaction, prefix)
-    MatchIndex(transaction).set_token_ids(prefix.id, kept)
-    if kept:
-        MatchIndex(transaction).add(prefix.id, _nodes(prefix._replace(fidelity=fidelity), kept))
-
-
-def whole_nodes(prefix: PrefixRow, token_ids: bytes) -> Iterable[tuple[bytes, bytes]]:
-    """Returns the index entries of the whole blocks of `token_ids`, as a prefix of `prefix`'s kind."""
-    from_whole_blocks = token_ids[: len(token_ids) // 256 * 256]
-    return _nodes(prefix, from_whole_blocks) if from_whole_blocks else []
-
-
-def _nodes(prefix: PrefixRow, token_ids: bytes) -> list[tuple[bytes, bytes]]:
-    return nodes(prefix.tenant, prefix.model_id, prefix.fidelity, token_ids)

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from typing import NamedTuple
 
-from pion_grpc.core.matching import nodes
+from pion_grpc.core.indexing import enter_index
 from pion_grpc.core.order import PartOrder, RowOrder
 from pion_grpc.core.reading import chain_parts, parts_of
 from pion_grpc.core.values import (
@@ -32,7 +32,7 @@ from pion_grpc.storage.catalog import NewPrefix, PrefixRow, Transaction
 from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
 from pion_grpc.storage.pages import SegmentWriter
 from pion_wire import limits
-from pion_wire.blocks import BLOCK_TOKENS, common_tokens, derived_namespace, root_hash
+from pion_wire.blocks import common_tokens, derived_namespace, root_hash
 from pion_wire.framing import PartChunk, RowChunk
 from pion_wire.layout import PartInfo
 from pion_wire.segment import HEADER_BYTES_MAX, SegmentLayout
@@ -196,31 +196,8 @@ def name_segment(transaction: Transaction, row: PrefixRow, segment: SegmentFile)
     )
     generation = transaction.new_generation(row.id)
     transaction.stamp([(row.id, "")])
-    MatchIndex(transaction).set_token_ids(row.id, segment.token_ids)
-    if segment.token_ids:
-        entries = nodes(row.tenant, row.model_id, row.fidelity, segment.token_ids)
-        # The blocks before the base are in the index through the parent, as long as it is there too.
-        parent = transaction.by_id(row.parent) if row.parent is not None else None
-        found = (
-            MatchIndex(transaction).token_ids(parent.id)
-            if parent is not None and parent.visible
-            else b""
-        )
-        own = _first_own_block(row, segment.token_ids) if len(found) >= 4 * row.base else 0
-        MatchIndex(transaction).add(row.id, entries[own:])
+    enter_index(transaction, row, segment.token_ids)
     return generation
-
-
-def _first_own_block(row: PrefixRow, token_ids: bytes) -> int:
-    """Returns the block from which on a child is found by itself: that of its first row.
-
-    Without rows of its own, its last block; and where it has parts of its own, at the latest the block
-    before that of its first part: whoever shares the tokens up to a part shares that block as a whole.
-    """
-    first = min(row.base, len(token_ids) // 4 - 1) // BLOCK_TOKENS
-    boundaries = [part.boundary_tokens for part in parts_of(row)]
-    before = (min(boundaries) - 1) // BLOCK_TOKENS - 1 if boundaries else first
-    return max(0, min(first, before))
 
 
 def extends(parent: PrefixRow, base: int) -> bool:

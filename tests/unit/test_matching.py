@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pion_grpc.core.matching import EXAMINED_MAX, Served, longest_match, nodes, served_with_parts
+from pion_grpc.core.indexing import nodes
+from pion_grpc.core.matching import EXAMINED_MAX, Served, longest_match, served_with_parts
 from pion_grpc.storage.catalog import Catalog, NewPrefix
 from pion_grpc.storage.match_index import EQUALS_MAX, MatchIndex
 from pion_wire.blocks import block_hashes, pack_token_ids, root_hash
