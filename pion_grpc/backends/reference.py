@@ -70,8 +70,8 @@ def attend(k: Array, v: Array, query: Query, wanted: Callable[[], bool] = always
     heads, rows, dim = query.q.shape
     out = np.zeros((heads, rows, dim))
     lse = np.full((heads, rows), -np.inf)
-    blocks = _best_blocks(k, query) if isinstance(query, SparseAuto) else None
     with np.errstate(over="ignore", invalid="ignore"):
+        blocks = _best_blocks(k, query) if isinstance(query, SparseAuto) else None
         for head in range(heads):
             kv = kv_head(query, head, len(k))
             seen = _positions(query, head, k.shape[1], blocks)
@@ -124,7 +124,7 @@ def _suffix_mask(rows: int, suffix: int, some: slice) -> Array:
 
 
 def _best_blocks(k: Array, query: SparseAuto) -> list[int]:
-    """Indices of the blocks that `SparseAuto` attends to, ascending."""
+    """Indices of the blocks that `SparseAuto` attends to, ascending; what is no number ranks last."""
     heads_kv, tokens, dim = k.shape
     q = query.q[:, 0].astype(np.float64)
     scores = []
@@ -139,8 +139,8 @@ def _best_blocks(k: Array, query: SparseAuto) -> list[int]:
                 low, high = keys.min(axis=0), keys.max(axis=0)
                 total += float(np.maximum(q[head] * low, q[head] * high).sum())
         scores.append(_to_24_bits(total / len(q) * dim**-0.5))
-    ranked = sorted(range(len(scores)), key=lambda block: (-scores[block], block))
-    return sorted({*ranked[: query.blocks], len(scores) - 1})
+    ranked = np.argsort(-np.array(scores), kind="stable")[: query.blocks]
+    return sorted({*ranked.tolist(), len(scores) - 1})
 
 
 def _to_24_bits(score: float) -> float:

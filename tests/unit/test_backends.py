@@ -309,6 +309,19 @@ class BackendContract:
             seen = self.answer(k, v, query).out[0, 0, :7] > 0
             assert seen.tolist() == [True, True, False, False, False, False, True], selector
 
+    @pytest.mark.parametrize("selector", ["mean", "quest"])
+    def test_block_that_is_no_number_never_changes_the_choice_among_others(
+        self, selector: Any
+    ) -> None:
+        """Blocks of one key, the better the later; every third has none. The last is read anyway."""
+        q = np.ones((1, 1, 32), np.float32)
+        k = np.linspace(0.1, 3, 30, dtype=np.float32)[None, :, None] * q
+        k[:, ::3] = np.nan
+        v = np.eye(30, 32, dtype=np.float32)[None]
+        query = SparseAuto(q=q, block_tokens=1, blocks=4, selector=selector)
+        seen = self.answer(k, v, query).out[0, 0, :30] > 0
+        assert np.flatnonzero(seen).tolist() == [25, 26, 28, 29], selector
+
     def test_selectors_never_agree_where_a_block_mixes_signs(self) -> None:
         """Block 0 holds one key that q matches and one opposite: their mean is nothing."""
         rng = np.random.default_rng(9)
@@ -358,6 +371,11 @@ class BackendContract:
         got = self.answer(k, v, Dense(q=q)).out
         assert np.isnan(got[0]).all()
         assert np.isfinite(got[1]).all()
+        if self.dtype == "f32":  # infinity is refused where K is held as float16
+            k[0, 1:3, 0] = np.inf, -np.inf
+            for selector in ("mean", "quest"):
+                query = SparseAuto(q=0 * k[:, :1], block_tokens=4, blocks=1, selector=selector)
+                assert np.isfinite(self.answer(k, v, query).out).all()
 
     def test_strided_and_unaligned_input_never_changes_an_answer(self) -> None:
         rng = np.random.default_rng(12)
