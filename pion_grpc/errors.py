@@ -101,6 +101,7 @@ class OverQuota(PionError):
     """It would not fit into the tenant's quota."""
 
     reason = "QUOTA"
+    retry_after_ms = 1_000
 
 
 class DiskFull(PionError):

@@ -48,7 +48,7 @@ SHAPES = {
     "NOT_STORED": Shape(Code.NOT_FOUND, frozenset({"namespace"})),
     "EVICTED": Shape(Code.NOT_FOUND),
     "BUDGET": Shape(Code.RESOURCE_EXHAUSTED, retry=True),
-    "QUOTA": Shape(Code.RESOURCE_EXHAUSTED),
+    "QUOTA": Shape(Code.RESOURCE_EXHAUSTED, retry=True),
     "DISK_FULL": Shape(Code.RESOURCE_EXHAUSTED, retry=True),
     "TOO_MANY_STREAMS": Shape(Code.RESOURCE_EXHAUSTED, frozenset({"limit"}), retry=True),
     "NO_BACKEND": Shape(Code.UNIMPLEMENTED),
