@@ -47,12 +47,16 @@ fix: setup ## format, and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/buf format -w protos
 
+# What a release had of the protos is never broken; before the first release that is only reported.
+RELEASE := $(shell git describe --tags --abbrev=0 --match 'v*' 2>/dev/null)
+
 check: setup ## verify what `fix` writes, plus types, protos, stubs and import directions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/buf format --diff --exit-code protos
 	$(BIN)/buf lint protos
+	$(if $(RELEASE),,-)$(BIN)/buf breaking protos --against '.git#ref=$(or $(RELEASE),HEAD),subdir=protos'
 	$(MAKE) --no-print-directory proto
 	git diff --exit-code --stat -- clients/python/pion_wire/v1
 	$(PYTEST) -q --collect-only >/dev/null || $(PYTEST) -q --collect-only
