@@ -236,7 +236,7 @@ def _data(
         with _fetching(connection, _request(info, nothing, wanted)) as stream:
             if list(stream.announced.parts) != wanted:
                 raise BadAnswer("the server does not send the parts that it lists")
-            yield from _in_order(stream.chunks, PartOrder(tuple(wanted)))
+            yield from _in_order(stream.chunks, PartOrder([part.size_bytes for part in wanted]))
     yield rows.announced.token_ids
 
 

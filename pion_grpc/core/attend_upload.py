@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from crc32c import crc32c
 
 from pion_grpc.core.attend_room import Array, Room
 from pion_grpc.core.attend_values import Shape, Warmed
-from pion_grpc.errors import ChecksumMismatch, InvalidRequest, Stalled
+from pion_grpc.core.order import PartOrder
+from pion_grpc.errors import InvalidRequest, Stalled
 from pion_wire.framing import PartChunk
 
 UPLOAD_BYTES_PER_S = 256 << 10
@@ -45,9 +45,8 @@ class EntryUpload:
         self._room = room
         self._keep = keep
         self._clock = clock
-        self._side_bytes = 4 * shape.values
+        self._order = PartOrder([4 * shape.values] * 2, "bytes")
         self._sides = [room.memory(shape) for _ in range(2)]
-        self._filled = [0, 0]
         self._cut = b""
         """Begin of a value whose end is in the next chunk."""
         self._reserved = 0
@@ -63,23 +62,9 @@ class EntryUpload:
             OverBudget: others are loading, and leave no room for it.
             Stalled: less comes than must.
         """
-        part = int(self._filled[0] == self._side_bytes)
-        begin = self._filled[part]
-        end = begin + len(chunk.data)
-        if (chunk.part_index, chunk.offset_bytes) != (part, begin):
-            raise InvalidRequest(
-                "bytes",
-                f"part {chunk.part_index} at {chunk.offset_bytes} came where part {part} at {begin} "
-                "was next",
-            )
-        if not begin < end <= self._side_bytes:
-            left = self._side_bytes - begin
-            raise InvalidRequest("bytes", f"{len(chunk.data)} bytes came where {left} are missing")
-        if crc32c(chunk.data) != chunk.crc32c:
-            raise ChecksumMismatch(f"the bytes of part {part} at {begin} arrived damaged")
+        self._order.accept(chunk)
         self._keep_pace(len(chunk.data))
-        self._take(chunk.data, part)
-        self._filled[part] = end
+        self._take(chunk)
         self._waits_since = self._clock()  # what this took is not the peer's time
 
     def publish(self) -> Warmed:
@@ -88,7 +73,7 @@ class EntryUpload:
         Raises:
             InvalidRequest: rows are missing.
         """
-        if self._filled != [self._side_bytes] * 2:
+        if not self._order.complete:
             raise InvalidRequest("bytes", "the stream ended before all declared rows came")
         warmed = self._keep(*self._sides)
         self.abandon()
@@ -99,17 +84,17 @@ class EntryUpload:
         self._room.give_back(self._reserved)
         self._reserved = 0
 
-    def _take(self, data: bytes | memoryview, part: int) -> None:
+    def _take(self, chunk: PartChunk) -> None:
         """Puts the values that are whole now where they belong."""
-        first = self._filled[part] // 4
-        data = self._cut + data if self._cut else data
+        first = chunk.offset_bytes // 4
+        data = self._cut + chunk.data if self._cut else chunk.data
         count = len(data) // 4
         self._cut = bytes(data[4 * count :])
         if count:
-            room = self._sides[part].reshape(-1)[first : first + count]
+            room = self._sides[chunk.part_index].reshape(-1)[first : first + count]
             self._room.take(room.nbytes)
             self._reserved += room.nbytes
-            self._room.place(room, np.frombuffer(data, "<f4", count), "kv"[part])
+            self._room.place(room, np.frombuffer(data, "<f4", count), "kv"[chunk.part_index])
 
     def _keep_pace(self, byte_count: int) -> None:
         """Raises Stalled unless enough has come lately: what came long ago earns no time."""

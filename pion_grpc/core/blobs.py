@@ -68,6 +68,11 @@ class BlobWriter:
             store.release(reservation)
             raise
 
+    @property
+    def complete(self) -> bool:
+        """Whether every planned byte has come."""
+        return self._written == self._size
+
     def write(self, data: bytes | memoryview) -> None:
         """Takes the next bytes.
 
@@ -80,7 +85,7 @@ class BlobWriter:
 
     def finish(self, *, on_disk: bool = False) -> WrittenBlob:
         """Returns the value, ready to be published; with `on_disk` it is on stable storage."""
-        assert self._written == self._size, "bytes are missing"
+        assert self.complete, "bytes are missing"
         checksums = self._file.finish(on_disk=on_disk)
         self._file.close()
         return WrittenBlob(

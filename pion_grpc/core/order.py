@@ -3,17 +3,15 @@
 Knows layouts and chunks; not where the bytes go.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from crc32c import crc32c
 
-from pion_grpc.errors import (
-    ChecksumMismatch,
-    InvalidRequest,
-)
+from pion_grpc.errors import ChecksumMismatch, InvalidRequest
 from pion_wire import limits
 from pion_wire.framing import PartChunk, RowChunk
-from pion_wire.layout import Layout, PartInfo
+from pion_wire.layout import Layout
 
 
 class _Expected(NamedTuple):
@@ -66,7 +64,7 @@ class RowOrder:
                 "rows.row_count",
                 f"{chunk.row_count} rows from {self._row} on go beyond {array.end_row}",
             )
-        check_data("rows", chunk.data, chunk.row_count * array.row_bytes, chunk.crc32c)
+        _check_data("rows", chunk.data, chunk.row_count * array.row_bytes, chunk.crc32c)
         self._row += chunk.row_count
         if self._row == array.end_row:
             self._current += 1
@@ -74,10 +72,12 @@ class RowOrder:
 
 
 class PartOrder:
-    """Holds arriving bytes of parts against what was declared."""
+    """Holds arriving bytes of parts against their declared sizes: part by part, nothing left out."""
 
-    def __init__(self, parts: tuple[PartInfo, ...]) -> None:
-        self._parts = parts
+    def __init__(self, sizes: Sequence[int], field: str = "part") -> None:
+        """Takes the bytes of each part, and what a request calls the chunks that bring them."""
+        self._sizes = sizes
+        self._field = field
         self._current = 0
         self._offset = 0
         self._skip_empty()
@@ -85,34 +85,34 @@ class PartOrder:
     @property
     def complete(self) -> bool:
         """Whether every declared byte has come."""
-        return self._current == len(self._parts)
+        return self._current == len(self._sizes)
 
     def accept(self, chunk: PartChunk) -> None:
         """Checks the next chunk; raises as `RowOrder.accept` does."""
         if self.complete:
-            raise InvalidRequest("part", "more bytes than were declared")
+            raise InvalidRequest(self._field, "more bytes than were declared")
         if (chunk.part_index, chunk.offset_bytes) != (self._current, self._offset):
             raise InvalidRequest(
-                "part",
+                self._field,
                 f"byte {chunk.offset_bytes} of part {chunk.part_index} came out of order: byte "
                 f"{self._offset} of part {self._current} was to be next",
             )
-        left = self._parts[self._current].size_bytes - self._offset
-        if not 1 <= len(chunk.data) <= left:
-            raise InvalidRequest("part.data", f"{len(chunk.data)} bytes where {left} are left")
-        check_data("part", chunk.data, len(chunk.data), chunk.crc32c)
-        self._offset += len(chunk.data)
-        if self._offset == self._parts[self._current].size_bytes:
+        size, left = len(chunk.data), self._sizes[self._current] - self._offset
+        if not 1 <= size <= left:
+            raise InvalidRequest(f"{self._field}.data", f"{size} bytes where {left} are left")
+        _check_data(self._field, chunk.data, size, chunk.crc32c)
+        self._offset += size
+        if size == left:
             self._current += 1
             self._offset = 0
             self._skip_empty()
 
     def _skip_empty(self) -> None:
-        while not self.complete and not self._parts[self._current].size_bytes:
+        while not self.complete and not self._sizes[self._current]:
             self._current += 1
 
 
-def check_data(field: str, data: bytes | memoryview, size: int, checksum: int) -> None:
+def _check_data(field: str, data: bytes | memoryview, size: int, checksum: int) -> None:
     """Checks the data of one chunk; raises as `RowOrder.accept` does."""
     if len(data) != size:
         raise InvalidRequest(f"{field}.data", f"{len(data)} bytes where {size} belong")

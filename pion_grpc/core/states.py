@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pion_grpc.core.blobs import BlobReading, BlobStore, BlobWriter, WrittenBlob
 from pion_grpc.core.exporting import ExportedFile
-from pion_grpc.core.order import check_data
+from pion_grpc.core.order import PartOrder
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.values import Durability, check_layer, check_lease, check_namespace
 from pion_grpc.errors import GenerationDiffers, InvalidRequest
@@ -62,6 +62,15 @@ class StateExport(NamedTuple):
     """None: it is in no segment; an earlier release has written it."""
 
 
+class _Incoming(NamedTuple):
+    """A value whose bytes are coming."""
+
+    layer: int
+    info: StateInfo
+    order: PartOrder
+    writer: BlobWriter
+
+
 class _Value(NamedTuple):
     """A value that is written, and nobody sees yet."""
 
@@ -81,8 +90,7 @@ class StatesUpload:
         self._session = session
         self._durability = durability
         self._values: list[_Value] = []
-        self._writer: BlobWriter | None = None
-        self._layer, self._info, self._written = 0, StateInfo(0), 0
+        self._incoming: _Incoming | None = None
 
     def begin(self, session: str, layer: int, info: StateInfo) -> None:
         """Plans the next value.
@@ -112,8 +120,8 @@ class StatesUpload:
             parts=(part,),
             namespace=session,
         )
-        self._writer = self._states.blobs.begin(self._tenant, info.size_bytes, segment)
-        self._layer, self._info, self._written = layer, info, 0
+        writer = self._states.blobs.begin(self._tenant, info.size_bytes, segment)
+        self._incoming = _Incoming(layer, info, PartOrder([info.size_bytes], "bytes"), writer)
 
     def write(self, chunk: PartChunk) -> None:
         """Takes the next bytes of a value.
@@ -122,28 +130,18 @@ class StatesUpload:
             InvalidRequest, ChecksumMismatch: they are not the next ones, or damaged.
             DiskFull: they cannot be written.
         """
-        if (chunk.part_index, chunk.offset_bytes) != (0, self._written):
-            raise InvalidRequest(
-                "bytes",
-                f"byte {chunk.offset_bytes} of part {chunk.part_index} came out of order: byte "
-                f"{self._written} of part 0 was to be next",
-            )
-        size = len(chunk.data)
-        left = self._info.size_bytes - self._written
-        if not 1 <= size <= left:
-            raise InvalidRequest("bytes.data", f"{size} bytes where {left} are left")
-        check_data("bytes", chunk.data, size, chunk.crc32c)
-        self.write_whole(chunk.data)
+        assert self._incoming is not None, "a value begins before its bytes come"
+        self._incoming.order.accept(chunk)
+        self._incoming.writer.write(chunk.data)
 
     def write_whole(self, data: bytes | memoryview) -> None:
-        """Takes bytes of a value as they are.
+        """Takes all bytes of a value at once.
 
         Raises:
             DiskFull: they cannot be written.
         """
-        assert self._writer is not None, "a value begins before its bytes come"
-        self._writer.write(data)
-        self._written += len(data)
+        assert self._incoming is not None, "a value begins before its bytes come"
+        self._incoming.writer.write(data)
 
     def publish(self) -> StoredStates:
         """Makes the values visible in place of those before, all of them together.
@@ -177,21 +175,22 @@ class StatesUpload:
 
     def abandon(self) -> None:
         """Removes what was written; nobody ever saw it. Twice is once."""
-        writer, self._writer = self._writer, None
+        incoming, self._incoming = self._incoming, None
         values, self._values = self._values, []
-        if writer is not None:
-            writer.abandon()
+        if incoming is not None:
+            incoming.writer.abandon()
         for value in values:
             self._states.blobs.abandon(value.written)
 
     def _end_value(self) -> None:
-        if self._writer is None:
+        if self._incoming is None:
             return
-        if self._written != self._info.size_bytes:
+        layer, info, _, writer = self._incoming
+        if not writer.complete:
             raise InvalidRequest("bytes", "not all declared bytes of a value came")
-        written = self._writer.finish(on_disk=self._durability is Durability.DISK)
-        self._values.append(_Value(self._layer, self._info, written))
-        self._writer = None
+        written = writer.finish(on_disk=self._durability is Durability.DISK)
+        self._values.append(_Value(layer, info, written))
+        self._incoming = None
 
 
 class RecurrentStates:

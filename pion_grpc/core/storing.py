@@ -71,7 +71,7 @@ class PrefixUpload:
         self._segment = segment
         self._file = name
         self._rows = RowOrder(segment.layout, segment.base, header.token_count)
-        self._parts = PartOrder(segment.parts)
+        self._parts = PartOrder([part.size_bytes for part in segment.parts])
         self._ended = False
         try:
             self._writer = SegmentWriter(workshop.files, workshop.directory.resolve(name), segment)

@@ -121,8 +121,8 @@ def put(
     )
     tokens = np.arange(rows[0][0].shape[1], dtype="<u4").tobytes()
     header = StoreHeader(namespace, MODEL, tokens, Layout(tensors), replace=replace)
-    upload = store.store("", header)
-    assert isinstance(upload, PrefixUpload)
+    begun = store.store("", header)
+    assert isinstance(begun, PrefixUpload)
     back = []
     for index, tensor in enumerate(tensors):
         side = rows[index // 2][index % 2]
@@ -134,12 +134,12 @@ def put(
             for first in range(0, side.shape[1], step):
                 piece = data[first * size : (first + step) * size]
                 count = len(piece) // size
-                upload.write(RowChunk(index, array_index, first, count, crc32c(piece), piece))
+                begun.write(RowChunk(index, array_index, first, count, crc32c(piece), piece))
         values = flat.astype(np.float32)
         if codec != "raw":
             values = np.frombuffer(decode_rows(tensor, arrays), "<f4").reshape(flat.shape)
         back.append(values.transpose(1, 0, 2))
-    upload.publish()
+    begun.publish()
     return list(zip(back[::2], back[1::2], strict=True))
 
 
@@ -439,40 +439,40 @@ def chunks(rows: tuple[Array, Array], size: int = 1 << 20) -> list[PartChunk]:
 @pytest.mark.parametrize("size", [1, 777, 1 << 20])
 def test_chunks_of_any_size_do_not_become_other_rows(attend: Attend, size: int) -> None:
     rows = random_rows("chunks", rows=5)
-    session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0][0]))
+    begun = attend.begin_rows(Key("", "s", 0), shape_of(rows[0][0]))
     for chunk in chunks(rows[0], size):
-        session.write(chunk)
+        begun.write(chunk)
     assert states(attend, "s") == [MISSING, MISSING]
-    assert session.publish() == (1, 0, 2 * rows[0][0].nbytes)
+    assert begun.publish() == (1, 0, 2 * rows[0][0].nbytes)
     assert_answers(attend, "s", rows)
 
 
 def test_a_chunk_that_is_not_the_next_is_refused(attend: Attend) -> None:
     rows = random_rows("chunks", rows=5)[0]
     good = chunks(rows, 320)
-    for wrong in (
-        good[1],
-        good[0]._replace(part_index=1),
-        good[0]._replace(data=bytes(1 << 20), crc32c=0),
-        good[0]._replace(data=b""),
+    for wrong, field in (
+        (good[1], "bytes"),
+        (good[0]._replace(part_index=1), "bytes"),
+        (good[0]._replace(data=bytes(1 << 20), crc32c=0), "bytes.data"),
+        (good[0]._replace(data=b""), "bytes.data"),
     ):
-        session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
-        refused("bytes", functools.partial(session.write, wrong))
-        session.abandon()
-    session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
+        begun = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
+        refused(field, functools.partial(begun.write, wrong))
+        begun.abandon()
+    begun = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
     with pytest.raises(ChecksumMismatch):
-        session.write(good[0]._replace(crc32c=good[0].crc32c ^ 1))
-    session.abandon()
+        begun.write(good[0]._replace(crc32c=good[0].crc32c ^ 1))
+    begun.abandon()
 
 
 def test_an_upload_without_its_end_becomes_nothing(attend: Attend) -> None:
     rows = random_rows("chunks", rows=5)[0]
     for count in range(4):
-        session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
+        begun = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
         for chunk in chunks(rows, 320)[:count]:
-            session.write(chunk)
-        refused("bytes", session.publish)
-        session.abandon()
+            begun.write(chunk)
+        refused("bytes", begun.publish)
+        begun.abandon()
     assert states(attend, "s") == [MISSING, MISSING]
 
 
@@ -480,15 +480,15 @@ def test_abandoned_uploads_do_not_keep_their_room(make: Callable[..., Attend]) -
     rows = random_rows("room")[0]
     attend = make(2 * rows[0].nbytes)
     for _ in range(5):
-        session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
-        session.write(chunks(rows)[0])
-        session.abandon()
-    session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
+        begun = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
+        begun.write(chunks(rows)[0])
+        begun.abandon()
+    begun = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
     for chunk in chunks(rows):
-        session.write(chunk)
+        begun.write(chunk)
     with pytest.raises(OverBudget, match="being loaded"):
         upload(attend, "t", [rows])
-    session.publish()
+    begun.publish()
     upload(attend, "t", [rows])
     assert_answers(attend, "t", [rows])
 
@@ -498,11 +498,11 @@ def test_rows_that_were_declared_and_do_not_come_take_no_room(
 ) -> None:
     rows = put(store, "p", random_rows("p", 1))
     attend = make(3 * rows[0][0].nbytes)
-    session = attend.begin_rows(Key("", "greedy", 0), shape_of(rows[0][0]))
-    session.write(chunks(rows[0], 400)[0])
+    begun = attend.begin_rows(Key("", "greedy", 0), shape_of(rows[0][0]))
+    begun.write(chunks(rows[0], 400)[0])
     assert attend.store_prefix("", "s", Source("p")).layers == 1
     upload(attend, "t", rows)
-    session.abandon()
+    begun.abandon()
 
 
 def test_an_upload_does_not_keep_its_room_without_bringing_more(
@@ -511,32 +511,32 @@ def test_an_upload_does_not_keep_its_room_without_bringing_more(
     now = 0.0
     attend = make(clock=lambda: now)
     rows = random_rows("slow", rows=20_000)[0]
-    session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
+    begun = attend.begin_rows(Key("", "s", 0), shape_of(rows[0]))
     large, following = chunks(rows)[:2]
-    session.write(large)  # which earns no more time than there is anyway
+    begun.write(large)  # which earns no more time than there is anyway
 
     def drip() -> None:
         nonlocal now
         for index in range(20):
             now += 1
             piece = following.data[index : index + 1]
-            session.write(PartChunk(0, len(large.data) + index, crc32c(piece), piece))
+            begun.write(PartChunk(0, len(large.data) + index, crc32c(piece), piece))
 
     with pytest.raises(Stalled):
         drip()
     assert 9 < now < 13
-    session.abandon()
+    begun.abandon()
 
 
 def test_an_upload_over_a_slow_line_is_not_cut_off(make: Callable[..., Attend]) -> None:
     now = 0.0
     attend = make(clock=lambda: now)
     rows = random_rows("slow", rows=20_000)
-    session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0][0]))
+    begun = attend.begin_rows(Key("", "s", 0), shape_of(rows[0][0]))
     for chunk in chunks(rows[0], 1 << 20):
         now += 3.9
-        session.write(chunk)
-    session.publish()
+        begun.write(chunk)
+    begun.publish()
     assert_answers(attend, "s", rows)
 
 
@@ -547,10 +547,10 @@ def test_half_precision_takes_no_more_room_while_it_comes(
     rows = put(store, "p", random_rows("p", 1))
     attend = make(rows[0][0].nbytes, create("numpy", "f16"))
     if how == "uploaded":
-        session = attend.begin_rows(Key("", "s", 0), shape_of(rows[0][0]))
+        begun = attend.begin_rows(Key("", "s", 0), shape_of(rows[0][0]))
         for chunk in chunks(rows[0], 777):
-            session.write(chunk)
-        session.publish()
+            begun.write(chunk)
+        begun.publish()
     else:
         attend.store_prefix("", "s", Source("p"))
     ask = question()
@@ -595,12 +595,12 @@ def test_a_child_becomes_resident_with_its_parents_rows(store: PrefixStore, atte
     put(store, "parent", [(k[:, :80], v[:, :80]) for k, v in whole])
     tokens = np.arange(120, dtype="<u4").tobytes()
     layout = Layout(tuple(TensorLayout(0, side, HEADS, DIM, DType.F32) for side in Side))
-    upload = store.store("", StoreHeader("child", MODEL, tokens, layout, parent="parent", base=80))
-    assert isinstance(upload, PrefixUpload)
+    begun = store.store("", StoreHeader("child", MODEL, tokens, layout, parent="parent", base=80))
+    assert isinstance(begun, PrefixUpload)
     for index, side in enumerate(whole[0]):
         data = np.ascontiguousarray(side[:, 80:].transpose(1, 0, 2)).tobytes()
-        upload.write(RowChunk(index, 0, 80, 40, crc32c(data), data))
-    upload.publish()
+        begun.write(RowChunk(index, 0, 80, 40, crc32c(data), data))
+    begun.publish()
     attend.store_prefix("", "s", Source("child"))
     assert_answers(attend, "s", whole)
 
@@ -613,10 +613,10 @@ def test_rows_that_only_one_side_has_are_left_out(store: PrefixStore, attend: At
     with pytest.raises(NotStored):
         attend.store_prefix("", "s", Source("live"))
     for side, array, count in zip(Side, rows[0], (60, 45), strict=True):
-        session = store.write_rows("", WriteRowsHeader("live", 0, side, 0, count))
+        begun = store.write_rows("", WriteRowsHeader("live", 0, side, 0, count))
         data = np.ascontiguousarray(array[:, :count].transpose(1, 0, 2)).tobytes()
-        session.write(RowChunk(0, 0, 0, count, crc32c(data), data))
-        session.publish()
+        begun.write(RowChunk(0, 0, 0, count, crc32c(data), data))
+        begun.publish()
     assert attend.store_prefix("", "s", Source("live")).layers == 1
     assert attend.lookup("", "s", [0])[0].shape.rows == 45
     assert_answers(attend, "s", [(rows[0][0][:, :45], rows[0][1][:, :45])])
@@ -897,10 +897,10 @@ def test_a_prefix_that_has_grown_does_not_change_what_was_asked_about(
 
     def append(begin: int, end: int) -> None:
         for side, array in zip(Side, rows[0], strict=True):
-            session = store.write_rows("", WriteRowsHeader("live", 0, side, begin, end - begin))
+            begun = store.write_rows("", WriteRowsHeader("live", 0, side, begin, end - begin))
             data = np.ascontiguousarray(array[:, begin:end].transpose(1, 0, 2)).tobytes()
-            session.write(RowChunk(0, 0, begin, end - begin, crc32c(data), data))
-            session.publish()
+            begun.write(RowChunk(0, 0, begin, end - begin, crc32c(data), data))
+            begun.publish()
 
     append(0, 40)
     attend.store_prefix("", "s", Source("live"))
