@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from pion_grpc.core.attend import Attend
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
@@ -26,7 +25,7 @@ from pion_grpc.core.attend_values import (
 )
 from pion_grpc.errors import InvalidRequest
 from pion_grpc.rpc.errors import CODES, problem_of
-from pion_grpc.rpc.service import Call
+from pion_grpc.rpc.service import Call, parsed
 from pion_grpc.rpc.streams import byte_chunks, fill, header_of
 from pion_wire.v1 import attend_pb2 as pb
 
@@ -103,7 +102,9 @@ class AttendService:
             self._streams.add(call.context)
         try:
             for message in messages:
-                yield self._stream_answer(_stream_request(message), call)
+                # Whose answer an error would be is not known: it ends the stream.
+                request = parsed(message, pb.AttendStreamRequest, "request")
+                yield self._stream_answer(request, call)
         finally:
             with self._lock:
                 self._streams.discard(call.context)
@@ -142,14 +143,6 @@ class AttendService:
             )
             return pb.AttendStreamResponse(id=request.id, error=failed)
         return pb.AttendStreamResponse(id=request.id, answer=answer)
-
-
-def _stream_request(message: bytes) -> pb.AttendStreamRequest:
-    try:
-        return pb.AttendStreamRequest.FromString(message)
-    except DecodeError as error:  # whose answer the error would be is not known: it ends the stream
-        problem = "not an AttendStreamRequest, or a text in it is not UTF-8"
-        raise InvalidRequest("request", problem) from error
 
 
 def _ask(request: pb.AttendQueryRequest) -> Ask:

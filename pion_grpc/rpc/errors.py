@@ -49,12 +49,9 @@ _log = structlog.get_logger()
 
 def error_status(error: PionError) -> status_pb2.Status:
     """Returns the rich status of a domain error."""
-    code: int = CODES[error.reason].value[0]
-    details = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
-    ]
-    status = status_pb2.Status(code=code, message=str(error))
-    status.details.extend(_pack(detail) for detail in details)
+    status = status_pb2.Status(code=CODES[error.reason].value[0], message=str(error))
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    status.details.append(_pack(info))
     if isinstance(error, InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=str(error)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -47,6 +47,8 @@ LARGE_MESSAGES = MessageSizes(request=65 << 20, streamed=65 << 20, response=65 <
 CROWD_WAIT_S = 0.25
 """How long the request of a unary call may take when many are being waited for."""
 HEALTH_SERVICE = "grpc.health.v1.Health"
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class Call(NamedTuple):
@@ -287,11 +289,7 @@ def _handler(
 
     def parse(message: bytes) -> Message:
         _check_size(message, sizes.request)
-        try:
-            return request_type.FromString(message)
-        except DecodeError as error:
-            problem = f"not a {request_type.DESCRIPTOR.name}, or a text in it is not UTF-8"
-            raise InvalidRequest("request", problem) from error
+        return parsed(message, request_type, "request")
 
     def incoming(messages: Iterator[bytes], stream: int) -> Iterator[bytes]:
         streams.waits(stream)
@@ -347,6 +345,19 @@ def _handler(
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(unary_stream, None, _serialise)
     return grpc.unary_unary_rpc_method_handler(unary, None, _serialise)
+
+
+def parsed(message: bytes, kind: type[AnyMessage], field: str) -> AnyMessage:
+    """Returns a message from its bytes.
+
+    Raises:
+        InvalidRequest: they are not one; `field` says which.
+    """
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        problem = f"not a {kind.DESCRIPTOR.name}, or a text in it is not UTF-8"
+        raise InvalidRequest(field, problem) from error
 
 
 def _check_size(message: bytes, limit: int) -> None:

@@ -7,10 +7,9 @@ have, and nothing of what is in them.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from google.protobuf.message import DecodeError, Message
-
 from pion_grpc.core.values import Durability
 from pion_grpc.errors import InvalidRequest
+from pion_grpc.rpc.service import AnyMessage, parsed
 from pion_wire import limits
 from pion_wire.framing import (
     FrameError,
@@ -29,7 +28,6 @@ _DURABILITIES = {
     Durability.DISK: types_pb2.DURABILITY_DISK,
 }
 
-StreamMessage = TypeVar("StreamMessage", bound=Message)
 Answer = TypeVar("Answer", covariant=True)
 
 
@@ -46,7 +44,7 @@ class Upload(Protocol[Answer]):
         """Removes what came."""
 
 
-def header_of(messages: Iterator[bytes], kind: type[StreamMessage]) -> Any:
+def header_of(messages: Iterator[bytes], kind: type[AnyMessage]) -> Any:
     """Returns the header that a client stream begins with.
 
     Raises:
@@ -58,12 +56,12 @@ def header_of(messages: Iterator[bytes], kind: type[StreamMessage]) -> Any:
     return parsed_header(message, kind)
 
 
-def parsed_header(message: bytes, kind: type[StreamMessage]) -> Any:
+def parsed_header(message: bytes, kind: type[AnyMessage]) -> Any:
     """Returns the header that a message holds; raises as `header_of` does."""
-    parsed = _parsed(message, kind, "header")
-    if not parsed.HasField("header"):
+    first: Any = parsed(message, kind, "header")
+    if not first.HasField("header"):
         raise InvalidRequest("header", "the stream does not begin with one")
-    return parsed.header
+    return first.header
 
 
 def row_chunks(messages: Iterator[bytes], *, parts: bool = False) -> Iterator[RowChunk | PartChunk]:
@@ -147,11 +145,3 @@ def _check_size(message: bytes) -> None:
             f"{len(message)} bytes exceed a chunk of {limits.CHUNK_BYTES_MAX} and its fields",
             limit=limits.CHUNK_BYTES_MAX,
         )
-
-
-def _parsed(message: bytes, kind: type[StreamMessage], field: str) -> Any:
-    try:
-        return kind.FromString(message)
-    except DecodeError as error:
-        problem = f"not a {kind.DESCRIPTOR.name}, or a text in it is not UTF-8"
-        raise InvalidRequest(field, problem) from error
