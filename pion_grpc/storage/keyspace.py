@@ -78,7 +78,10 @@ def _counted(table: str, size: str, tenant: str, *, updated: str = "") -> str:
 _OWNER = "(SELECT tenant FROM key WHERE id = ROW.key)"
 SCHEMA += (
     _counted(
-        "key", "length(ROW.name) + coalesce(length(ROW.string), 0)", "ROW.tenant", updated="string"
+        "key",
+        "length(ROW.name) + coalesce(length(ROW.string), 0)",
+        "ROW.tenant",
+        updated="name, string",
     )
     + _counted("hash_field", "length(ROW.field) + length(ROW.value)", _OWNER, updated="value")
     + _counted("list_item", "length(ROW.value)", _OWNER, updated="value")

@@ -1,5 +1,6 @@
 """Tenants: what is one's own is usable by itself, and invisible to everybody else, on both wires."""
 
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -260,6 +261,48 @@ def test_no_secret_reaches_the_log(shared: ServerProcess, as_user: Callable[[str
     log = "".join(shared.output)
     for secret in ("secret", "azure", "crimson", "guess"):
         assert secret not in log
+
+
+def test_keys_that_are_gone_leave_nothing_to_count(
+    shared: ServerProcess, as_user: Callable[[str], Wire]
+) -> None:
+    blue = as_user("blue")
+
+    def used() -> int:
+        with Grpc(shared.address, tenant="blue", password="azure") as rpc:
+            return int(rpc.call("Describe").disk_used_bytes)
+
+    empty = used()
+    blue("SET", "short", "v")
+    blue("RENAME", "short", "n" * 5_000)
+    assert used() > empty + 5_000
+    draw = random.Random(1)
+    keys = [*(f"k{number}" for number in range(8)), "k" * 500]
+    words = ["a", "b" * 30, "c" * 300]
+
+    def command() -> tuple[Any, ...]:
+        name, *fixed = draw.choice(CHANGES)
+        drawn = {"key": keys, "word": words}
+        return name, *(draw.choice(drawn[word]) if word in drawn else word for word in fixed)
+
+    blue.pipeline(*(command() for _ in range(600)))
+    assert used() > empty
+    blue("DEL", *blue("KEYS", "*"))
+    assert used() == empty
+
+
+CHANGES: list[tuple[Any, ...]] = [
+    ("SET", "key", "word"), ("APPEND", "key", "word"), ("SETRANGE", "key", 100, "word"),
+    ("GETSET", "key", "word"), ("INCR", "key"), ("MSET", "key", "word", "key", "word"),
+    ("RENAME", "key", "key"), ("RENAMENX", "key", "key"), ("COPY", "key", "key", "REPLACE"),
+    ("EXPIRE", "key", 0), ("DEL", "key"), ("HSET", "key", "word", "word"), ("HDEL", "key", "word"),
+    ("HINCRBY", "key", "word", 12_345), ("RPUSH", "key", "word", "word"), ("LPOP", "key"),
+    ("LSET", "key", 0, "word"), ("LTRIM", "key", 0, 1), ("LREM", "key", 0, "word"),
+    ("LMOVE", "key", "key", "LEFT", "RIGHT"), ("SADD", "key", "word", "word"), ("SPOP", "key"),
+    ("SREM", "key", "word"), ("SMOVE", "key", "key", "word"), ("SUNIONSTORE", "key", "key", "key"),
+    ("ZADD", "key", 1, "word"), ("ZINCRBY", "key", 1, "word"), ("ZREM", "key", "word"),
+    ("ZPOPMIN", "key"),
+]  # fmt: skip
 
 
 def test_quotas_count_everything_a_tenant_keeps(start_server: Callable[..., ServerProcess]) -> None:
