@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import threading
 
 import mlx.core as mx
@@ -846,6 +847,35 @@ def test_sparse_lanes_do_not_choose_other_blocks(client, model, monkeypatch, sel
     for lane in LANES:
         np.testing.assert_allclose(logits[lane], logits["in-process"], rtol=0, atol=1e-4)
         assert np.abs(logits[lane] - whole).max() > 0.01, "nothing was left out"
+
+
+def test_what_one_thread_leaves_unevaluated_does_not_fail_another(client, model):
+    with begun(model, client) as prompt_cache:
+
+        def decoding():
+            cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS), SPARSE)
+            mx.eval(model(mx.array([QUESTION]), cache=cache))
+            return model(mx.array([[1]]), cache=cache)
+
+        thread = threading.Thread(target=decoding)  # which nobody wants to see the end of
+        thread.start()
+        thread.join()
+        mx.eval(decoding())
+
+
+@pytest.mark.parametrize("sparse", [None, SPARSE])
+def test_a_forward_pass_over_rows_at_hand_evaluates_nothing(client, model, tmp_path, sparse):
+    file = tmp_path / "ids.safetensors"
+    mx.save_safetensors(str(file), {"ids": mx.array([[1]])})
+    poison = mx.load(str(file))["ids"]
+    os.truncate(file, 64)  # lazy: evaluating it fails
+    with begun(model, client) as prompt_cache:
+        cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS), sparse)
+        mx.eval(model(mx.array([QUESTION]), cache=cache))
+        logits = model(poison, cache=cache)
+        assert prompt_cache.stats()["lane"] == "in-process"
+        with pytest.raises(RuntimeError):
+            mx.eval(logits)
 
 
 def test_enough_blocks_are_everything(client, lane, model):

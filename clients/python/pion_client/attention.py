@@ -217,13 +217,15 @@ class ServedPrefix:
         self.residency.reason = reason
 
     def summary(self, layer: int) -> mx.array:
-        """Returns the summary by which the blocks of a layer are ranked; computed once."""
+        """Returns the summary by which the blocks of a layer are ranked; all are computed once."""
         assert self.kept is not None
         assert self.choice is not None
-        name = (layer, self.choice.block_rows, self.choice.selector)
+        name = self.choice.block_rows, self.choice.selector
         if name not in self.kept.summaries:
-            self.kept.summaries[name] = summarise(self.kept.rows[layer].keys, self.choice)
-        summary: mx.array = self.kept.summaries[name]
+            found = [summarise(rows.keys, self.choice) for rows in self.kept.rows]
+            mx.eval(found)  # other threads use them too, and could not evaluate them
+            self.kept.summaries[name] = found
+        summary: mx.array = self.kept.summaries[name][layer]
         return summary
 
     def ask(

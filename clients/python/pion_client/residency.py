@@ -57,8 +57,8 @@ class Kept:
     """u32, little-endian."""
     rows: Sequence[Rows]
     """One pair per slot, evaluated MLX arrays (kv_heads, tokens, head_dim)."""
-    summaries: dict[Any, Any] = field(default_factory=dict)
-    """What was computed about them once: by slot, and how."""
+    summaries: dict[tuple[int, str], list[Any]] = field(default_factory=dict)
+    """What ranks the blocks of each slot's keys, by block size and selector; evaluated MLX arrays."""
 
     @property
     def token_count(self) -> int:
