@@ -148,7 +148,7 @@ def test_tokens_that_are_as_many_are_not_taken_for_the_same(retrieval, model):
 
 def test_the_same_chunk_is_not_computed_twice(retrieval):
     assert retrieval.ingest("c", CHUNK).computed
-    again = retrieval.ingest("c", np.array(CHUNK))
+    again = retrieval.ingest(chunk_id="c", ids=np.array(CHUNK))
     assert (again.computed, again.replaced, again.kept) == (False, False, True)
     assert retrieval.stats()["computed"] == 1
     assert retrieval.stats()["unchanged"] == 1

@@ -161,22 +161,20 @@ class HybridRetrievalCache:
 
     # Chunks
 
-    def ingest(self, chunk_id: str, chunk_ids: Sequence[int]) -> Ingested:
+    def ingest(self, chunk_id: str, ids: Sequence[int]) -> Ingested:
         """Computes and keeps the cache of a chunk; does nothing if it is there already.
 
         Other tokens under the same id replace the former ones as a whole.
 
         Args:
             chunk_id: any text.
-            chunk_ids: its token ids, at least one. They begin the prompt, so include the token that
+            ids: its token ids, at least one. They begin the prompt, so include the token that
                 begins one, if the model wants it.
 
         Raises:
             ValueError: there are no token ids, or the model does not have one of them.
         """
-        return self._ingested(
-            self._key(chunk_id), self._vocabulary.packed(chunk_ids), self._computed
-        )
+        return self._ingested(self._key(chunk_id), self._vocabulary.packed(ids), self._computed)
 
     def has(self, chunk_id: str) -> bool:
         """Whether `prepare` knows this chunk for this model; False if only a silent server knows it."""
@@ -230,12 +228,12 @@ class HybridRetrievalCache:
         """
         self._stub = self._made_stub(self._vocabulary.packed(stub_ids))
 
-    def ingest_pack(self, chunk_id: str, chunk_ids: Sequence[int]) -> Ingested:
+    def ingest_pack(self, chunk_id: str, ids: Sequence[int]) -> Ingested:
         """Computes a chunk after the stub, for `prepare_multi`; otherwise like `ingest`.
 
         Args:
             chunk_id: any text; the pack is independent of the chunk with the same id.
-            chunk_ids: its token ids, encoded without the one that begins a prompt.
+            ids: its token ids, encoded without the one that begins a prompt.
 
         Raises:
             RuntimeError: there is no stub yet.
@@ -243,7 +241,7 @@ class HybridRetrievalCache:
         """
         stub = self._current_stub()
         key = self._pack_key(chunk_id, stub)
-        return self._ingested(key, self._vocabulary.packed(chunk_ids), self._computed_after(stub))
+        return self._ingested(key, self._vocabulary.packed(ids), self._computed_after(stub))
 
     def has_pack(self, chunk_id: str) -> bool:
         """Whether `prepare_multi` knows this chunk after the present stub; otherwise like `has`."""
