@@ -2,8 +2,9 @@
 
     python -m tests.mlx.continuing ADDRESS RESULTS.npz JOB…
 
-Each job is `family:dtype:tokens`. Its logits go into the file under its name, and what the prompt cache
-says about it to the standard output, one JSON object a line.
+Each job is `family:dtype:tokens`, with `:steps` if it is continued by more than a few tokens. Its logits
+go into the file under its name, and what the prompt cache says about it to the standard output, one JSON
+object a line.
 """
 
 import json
@@ -28,18 +29,19 @@ def decoded(model, cache, steps=STEPS):
 
 
 def prompt(job):
-    """The model of a job, and its tokens: no two lengths share a beginning."""
-    family, dtype, count = job.split(":")
-    return families.build(family, dtype), families.tokens(int(count), seed=int(count))
+    """The model of a job, its tokens (no two lengths share a beginning), and its steps."""
+    family, dtype, count, *steps = job.split(":")
+    ids = families.tokens(int(count), seed=int(count))
+    return families.build(family, dtype), ids, int(steps[0]) if steps else STEPS
 
 
 def main(address, results, *jobs):
     """Fetches what each job has stored, and decodes."""
     logits = {}
     for job in jobs:
-        model, ids = prompt(job)
+        model, ids, steps = prompt(job)
         with PionPromptCache(model, address=address) as prompt_cache:
-            logits[job] = decoded(model, prompt_cache.get_or_prefill(ids))
+            logits[job] = decoded(model, prompt_cache.get_or_prefill(ids), steps)
             print(json.dumps(prompt_cache.stats()))
     np.savez(results, **logits)
 

@@ -24,6 +24,7 @@ HALF = ("llama", "gemma3_text", "mamba2", "falcon_h1")
 JOBS = [f"{family}:float32:{count}" for family in families.CONFIGS for count in COUNTS]
 JOBS += [f"{family}:bfloat16:40" for family in HALF]
 LONG = ["mamba:float32:2048", "mamba2:float32:1024", "rwkv7:float32:512", "qwen3_next:float32:700"]
+LONG_STEPS = ["mamba:float32:64:2048", "mamba2:float32:64:1024", "rwkv7:float32:64:512"]
 
 
 class Continued:
@@ -35,14 +36,14 @@ class Continued:
 
 
 def first_process(client, job, path):
-    model, ids = prompt(job)
+    model, ids, steps = prompt(job)
     with PionPromptCache(model, client=client) as prompt_cache:
         cache = prompt_cache.get_or_prefill(ids)
         assert prompt_cache.flush(WAIT_S)
         assert prompt_cache.stats()["stores"] == 1, prompt_cache.stats()
     mlx_lm_cache.save_prompt_cache(str(path), cache)
     loaded = mlx_lm_cache.load_prompt_cache(str(path))
-    return Continued(decoded(model, cache), decoded(model, loaded))
+    return Continued(decoded(model, cache, steps), decoded(model, loaded, steps))
 
 
 def run(server, directory, jobs):
@@ -95,4 +96,10 @@ def test_a_family_does_not_write_the_same_whatever_its_cache_holds(continued, fa
 
 def test_long_recurrences_do_not_end_elsewhere_in_another_process(server, tmp_path):
     for job, found in run(server, tmp_path, LONG).items():
+        assert_same(found, job)
+
+
+@pytest.mark.soak
+def test_long_texts_do_not_drift_apart_from_one_state(server, tmp_path):
+    for job, found in run(server, tmp_path, LONG_STEPS).items():
         assert_same(found, job)
