@@ -76,6 +76,22 @@ def test_a_node_that_is_not_there_is_not_waited_for(live: ServerProcess, gone: s
         assert client.match(model=MODEL, token_ids=lost[0]).hit
 
 
+@pytest.mark.soak
+def test_a_node_that_falls_silent_is_left_out(
+    live: ServerProcess, start_server: Callable[..., ServerProcess], short_tmp: Path
+) -> None:
+    silent = start_server("--attend", "off", directory=short_tmp / "silent", listen=LOOPBACK)
+    nodes = [live.address, silent.address]
+    lost = ids_of(nodes, silent.address)[0]
+    with Client(nodes, export=False) as client:
+        client.store("lost", layers=LAYERS, token_ids=lost, model=MODEL)
+        assert client.match(model=MODEL, token_ids=lost).hit
+        with silent.frozen():
+            assert not client.match(model=MODEL, token_ids=lost, timeout_s=40.0).hit
+            client.store("lost", layers=LAYERS, token_ids=lost, model=MODEL)
+            assert client.match(model=MODEL, token_ids=lost).hit, "the other one stands in"
+
+
 def test_nodes_that_are_all_gone_are_an_error(gone: str) -> None:
     with Client([gone, "127.0.0.1:1"], export=False) as client, pytest.raises(Unavailable):
         client.match(model=MODEL, token_ids=range(64))

@@ -17,6 +17,7 @@ import ipaddress
 import itertools
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -72,11 +73,18 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-RING_OPTIONS: tuple[tuple[str, int | str], ...] = (
-    # A node that is switched off is given up soon: there are others.
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+PING_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # Of the pings that measure the link, too: while one is under way, no other is sent.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+)
+"""What finds a machine that went without a word, minutes before TCP gives it up."""
+
+RING_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    *PING_OPTIONS,
+    # A node that is switched off is given up soon: there are others.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
 )
 """Where a client hashes by itself, and nobody else finds out who is up."""
 
@@ -148,7 +156,7 @@ class Stubs:
         self.receipt = stats.Get
         self.reset_receipt = stats.Reset
         attend = AttendStub(channel)
-        self.attend_store = attend.Store
+        self.attend_store: Any = channel.stream_unary("/pion.v1.Attend/Store")
         self.attend_lookup = attend.Lookup
         self.attend_query = attend.Query
         self.attend_stream = attend.Stream
@@ -258,16 +266,23 @@ class Connection:
             if self._stubs is None:
                 _process.opening()
                 _keep_freed_chunks()
-                options = list(CHANNEL_OPTIONS)
-                if self.is_local:  # a proxy elsewhere cannot reach this host's loopback
-                    options.append(("grpc.enable_http_proxy", 0))
-                self._stubs = Stubs(self._channel(options))
+                self._stubs = Stubs(self._channel())
             return self._stubs
 
-    def _channel(self, options: list[tuple[str, int | str]]) -> grpc.Channel:
+    @property
+    def options(self) -> list[tuple[str, int | str]]:
+        """What a channel is made with."""
+        options = list(CHANNEL_OPTIONS)
+        if self.is_local:  # a proxy elsewhere cannot reach this host's loopback
+            options.append(("grpc.enable_http_proxy", 0))
         if len(self.targets) > 1:
-            options = [*options, *RING_OPTIONS]
-        open_channel = self._opener()
+            options += RING_OPTIONS
+        elif not self.is_local:
+            options += PING_OPTIONS
+        return options
+
+    def _channel(self) -> grpc.Channel:
+        open_channel, options = self._opener(), self.options
         channels = {target: open_channel(target, options) for target in self.targets}
         return RingChannel(channels) if len(channels) > 1 else channels[self.targets[0]]
 
@@ -407,9 +422,19 @@ def target_of(address: str) -> str:
             raise ValueError("unix: needs a path")
         return f"unix:{path}"
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65_536 or "/" in host:
+    if not _is_host(host) or not _PORT.fullmatch(port) or int(port) > 65_535:
         raise ValueError(f"{address!r} is neither host:port nor unix:/path")
     return address
+
+
+def _is_host(text: str) -> bool:
+    """Whether this is a name, an address of IPv4, or one of IPv6 in brackets."""
+    if not text.startswith("["):
+        return _NAME.fullmatch(text) is not None
+    try:
+        return text.endswith("]") and ipaddress.ip_address(text[1:-1]).version == 6
+    except ValueError:
+        return False
 
 
 def is_local(target: str) -> bool:
@@ -506,6 +531,8 @@ _FORKED = (
     "this process was forked while gRPC was at work, and cannot use it: start workers with 'spawn' or "
     "'forkserver', or fork before the first call"
 )
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
 _ROUTE_SAFE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
 
 _process = _Process()
