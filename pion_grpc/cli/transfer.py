@@ -11,20 +11,22 @@ stored. A file is checked completely before its first byte is sent, and again wh
 
 import argparse
 import contextlib
+import functools
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
 from rich.console import Console
 
 from pion_client import Client, answers
+from pion_client.calls import Calls
 from pion_client.connection import STREAM_TIMEOUT_S, Connection, Watchdog
 from pion_client.errors import BadAnswer
 from pion_client.fetching import Announced, announced_by
 from pion_client.routes import by_name
+from pion_client.storing import Content, Framed
 from pion_client.values import PrefixInfo, Stored
 from pion_grpc import errors as core_errors
 from pion_grpc.cli.connecting import Wire, connected, one_node_asked, wired
@@ -405,63 +407,37 @@ def _upload(
         durability=types_pb2.DURABILITY_DISK,
         parts=[part_to_message(part) for part in segment.parts],
     )
-    watchdog = Watchdog(STALL_S)
-    outgoing = _Outgoing(source, header.SerializeToString(), watchdog, advance)
-    route = route_key(wire.tenant, segment.model_id, token_ids)
-    with wire.connection.calling() as stubs:
-        call: Any = stubs.store.future(
-            iter(outgoing), timeout=STREAM_TIMEOUT_S, metadata=wire.connection.metadata(route)
+    messages = functools.partial(_messages_of, header.SerializeToString(), source)
+    calls = Calls(wire.connection, STREAM_TIMEOUT_S, STALL_S)
+    try:
+        answer = calls.send(
+            "store",
+            Content(ids.begin, messages),  # before the token ids there are rows and parts
+            route=route_key(wire.tenant, segment.model_id, token_ids),
+            deadline=calls.stream_deadline(None),
+            progress=advance,
         )
-        try:
-            with watchdog.over(call):
-                try:
-                    answer = call.result()
-                except grpc.FutureCancelledError:
-                    raise call from None  # the call itself is the error that has the status
-        except grpc.RpcError:
-            if outgoing.error is not None:
-                raise _refused(source.path, outgoing.error) from outgoing.error
-            raise
+    except core_errors.Corrupt as error:  # it has changed since it was checked
+        raise _refused(source.path, error) from error
     return answers.stored(pb.PrefixStoreStoreResponse.FromString(answer))
 
 
-class _Outgoing:
-    """The messages of a Store. gRPC takes them in a thread of its own, and hides their errors."""
-
-    def __init__(self, source: Source, header: bytes, watchdog: Watchdog, advance: Advance) -> None:
-        self.error: core_errors.Corrupt | None = None
-        """The file has changed since it was checked. The stream ended early, so nothing is stored."""
-        self._source = source
-        self._header = header
-        self._watchdog = watchdog
-        self._advance = advance
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield framing.frame_header(self._header)
-        done = 0
-        try:
-            for message, data_bytes in self._chunks():
-                yield message
-                self._watchdog.touch()
-                done += data_bytes
-                self._advance(done, self._source.run.size)
-        except core_errors.Corrupt as error:
-            self.error = error
-
-    def _chunks(self) -> Iterator[tuple[bytes, int]]:
-        segment, run = self._source.segment, self._source.run
-        for tensor_index, tensor in enumerate(segment.layout.tensors):
-            for array_index, array in enumerate(tensor.arrays):
-                entry, row = segment.arrays[tensor.name + array.suffix], segment.base
-                if entry.begin == entry.end:
-                    continue
-                for data in run.chunks(entry.begin, entry.end, array.row_bytes):
-                    count = len(data) // array.row_bytes
-                    yield framing.frame_rows(tensor_index, array_index, row, count, data), len(data)
-                    row += count
-        for index, part in enumerate(segment.parts):
-            begin = segment.arrays[f"part.{index}"].begin
-            offset = 0
-            for data in run.chunks(begin, begin + part.size_bytes, 1):
-                yield framing.frame_part(index, offset, data), len(data)
-                offset += len(data)
+def _messages_of(header: bytes, source: Source) -> Iterator[Framed]:
+    segment, run = source.segment, source.run
+    yield Framed(framing.frame_header(header))
+    for tensor_index, tensor in enumerate(segment.layout.tensors):
+        for array_index, array in enumerate(tensor.arrays):
+            entry, row = segment.arrays[tensor.name + array.suffix], segment.base
+            if entry.begin == entry.end:
+                continue
+            for data in run.chunks(entry.begin, entry.end, array.row_bytes):
+                count = len(data) // array.row_bytes
+                framed = framing.frame_rows(tensor_index, array_index, row, count, data)
+                yield Framed(framed, len(data))
+                row += count
+    for index, part in enumerate(segment.parts):
+        begin = segment.arrays[f"part.{index}"].begin
+        offset = 0
+        for data in run.chunks(begin, begin + part.size_bytes, 1):
+            yield Framed(framing.frame_part(index, offset, data), len(data))
+            offset += len(data)

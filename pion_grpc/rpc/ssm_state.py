@@ -107,7 +107,7 @@ def _value(
     header.info.CopyFrom(_info(found.info))
     yield frame_header(header.SerializeToString())
     for data in found.reading.pieces(offset):
-        yield frame_bytes(offset, data)
+        yield frame_bytes(0, offset, data)
         offset += len(data)
 
 

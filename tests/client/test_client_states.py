@@ -267,16 +267,16 @@ def test_what_is_here_is_not_asked_for_again() -> None:
     reception = StateReception([2, 9, 0, 1], bytes_max=100)
     assert rest_of(reception) == ({2: 0, 9: 0, 0: 0, 1: 0}, 0)
     reception.take(header(5, 7, (0, 3, 8)))
-    reception.take(frame_bytes(0, b"abc"))
+    reception.take(frame_bytes(0, 0, b"abc"))
     assert rest_of(reception) == ({2: 7, 9: 0, 0: 3, 1: 8}, 3)
     reception.take(header(5, 7, (0, 3, 8)))
-    reception.take(frame_bytes(3, b"de"))
+    reception.take(frame_bytes(0, 3, b"de"))
     reception.take(MISSING)
     assert rest_of(reception) == ({0: 3, 1: 8}, 0)
     reception.take(header(0, 3, (8,)))
     reception.take(header(1, 8))
     assert not reception.ended()
-    reception.take(frame_bytes(0, b"h"))
+    reception.take(frame_bytes(0, 0, b"h"))
     assert reception.ended()
     found = {layer: bytes(data) for layer, (_, data) in reception.values.items()}
     assert found == {2: b"abcde", 0: b"", 1: b"h"}
@@ -286,7 +286,7 @@ def test_what_is_here_is_not_asked_for_again() -> None:
 def test_values_of_two_moments_are_never_mixed(changed: bytes) -> None:
     reception = StateReception([0, 1, 2], bytes_max=100)
     reception.take(header(1, 7, (7, 0)))
-    reception.take(frame_bytes(0, b"a"))
+    reception.take(frame_bytes(0, 0, b"a"))
     rest_of(reception)  # the stream broke, and another one begins
     with pytest.raises(GenerationDiffers):
         reception.take(changed)
@@ -297,16 +297,16 @@ def test_values_of_two_moments_are_never_mixed(changed: bytes) -> None:
 @pytest.mark.parametrize(
     "messages",
     [
-        [frame_bytes(0, b"a")],
+        [frame_bytes(0, 0, b"a")],
         [header(5), header(5)],
         [header(5), MISSING],
-        [header(5), frame_bytes(1, b"a")],
-        [header(5), frame_bytes(0, b"abcdef")],
-        [header(5), frame_bytes(0, b"")],
-        [header(1), frame_bytes(0, b"a"), frame_bytes(1, b"b")],
-        [header(60, more=(7,)), frame_bytes(0, bytes(60)), header(41)],
+        [header(5), frame_bytes(0, 1, b"a")],
+        [header(5), frame_bytes(0, 0, b"abcdef")],
+        [header(5), frame_bytes(0, 0, b"")],
+        [header(1), frame_bytes(0, 0, b"a"), frame_bytes(0, 1, b"b")],
+        [header(60, more=(7,)), frame_bytes(0, 0, bytes(60)), header(41)],
         [MISSING, MISSING, header(1)],
-        [header(5), frame_bytes(0, b"a"), None, header(6)],
+        [header(5), frame_bytes(0, 0, b"a"), None, header(6)],
         [b"\x0a\x01"],
         [frame_header(b"\xff")],
     ],

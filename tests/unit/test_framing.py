@@ -19,10 +19,11 @@ from pion_wire.framing import (
     frame_header,
     frame_part,
     frame_rows,
+    parse_bytes_message,
     parse_message,
 )
+from pion_wire.v1 import attend_pb2, ssm_state_pb2, types_pb2
 from pion_wire.v1 import prefix_store_pb2 as pb
-from pion_wire.v1 import ssm_state_pb2, types_pb2
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "framing.json"
 
@@ -63,12 +64,16 @@ def test_part_chunks_are_those_of_generated_code(part: int, offset: int, content
     assert parse_message(framed) == PartChunk(part, offset, crc32c(content), content)
 
 
-@given(place, data)
-@example(0, b"")
-def test_bytes_of_states_are_those_of_generated_code(offset: int, content: bytes) -> None:
-    chunk = types_pb2.PartChunk(offset_bytes=offset, crc32c=crc32c(content), data=content)
-    expected = ssm_state_pb2.SSMStateFetchResponse(bytes=chunk).SerializeToString()
-    assert frame_bytes(offset, content) == expected
+@given(index, place, data)
+@example(0, 0, b"")
+def test_bytes_alone_are_those_of_generated_code(part: int, offset: int, content: bytes) -> None:
+    framed = frame_bytes(part, offset, content)
+    chunk = types_pb2.PartChunk(
+        part_index=part, offset_bytes=offset, crc32c=crc32c(content), data=content
+    )
+    assert framed == ssm_state_pb2.SSMStateFetchResponse(bytes=chunk).SerializeToString()
+    assert framed == attend_pb2.AttendStoreRequest(bytes=chunk).SerializeToString()
+    assert parse_bytes_message(framed) == PartChunk(part, offset, crc32c(content), content)
 
 
 @given(st.text(max_size=40), st.binary(max_size=200))

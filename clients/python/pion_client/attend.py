@@ -9,23 +9,20 @@ stream to spare, and with PION_PROMPT_CACHE_NO_STREAM=1.
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, TypeAlias, overload
 
-import grpc
 import numpy as np
-from crc32c import crc32c
 
 from pion_client.arrays import U32_MAX, U64_MAX, count, invalid, mlx_core, text
 from pion_client.attend_streams import AttendStreams
 from pion_client.calls import Calls
-from pion_client.connection import TRIES_MAX, Deadline, Watchdog, retried
+from pion_client.connection import TRIES_MAX, Deadline, retried
 from pion_client.errors import BadAnswer, TooManyStreams
 from pion_client.routes import Routes
+from pion_client.storing import attend_content
 from pion_client.values import Array
-from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.v1 import attend_pb2 as pb
-from pion_wire.v1 import types_pb2
 
 WARM_TIMEOUT_S = 60.0
 """Making a prefix resident reads and decodes all its rows."""
@@ -113,7 +110,8 @@ class Attending:
             rows=pb.AttendRows(layer=layer, heads=heads, rows=rows, head_dim=head_dim),
         )
         deadline = self._calls.stream_deadline(timeout_s)
-        return self._calls.send_whole(lambda: self._send(header, sides, deadline), deadline)
+        memory = [side.reshape(-1).view(np.uint8).data for side in sides]
+        return self._send(header, memory, deadline, None)
 
     def warm(
         self,
@@ -141,7 +139,8 @@ class Attending:
         deadline = self._calls.unary_deadline(
             WARM_TIMEOUT_S if timeout_s is None else timeout_s, tries
         )
-        return self._calls.send_whole(lambda: self._send(header, (), deadline), deadline)
+        # The server reads and decodes everything before it answers.
+        return self._send(header, (), deadline, deadline.timeout_s)
 
     def lookup(
         self, session: str, layers: Sequence[int], timeout_s: float | None
@@ -208,21 +207,20 @@ class Attending:
         return answer
 
     def _send(
-        self, header: pb.AttendStoreHeader, sides: Sequence[np.ndarray], deadline: Deadline
+        self,
+        header: pb.AttendStoreHeader,
+        sides: Sequence[memoryview],
+        deadline: Deadline,
+        stall_timeout_s: float | None,
     ) -> Warmed:
-        watchdog = Watchdog(self._calls.stall_timeout_s if sides else deadline.timeout_s)
-        connection = self._calls.connection
-        with connection.calling() as stubs:
-            call: Any = stubs.attend_store.future(
-                _messages(header, sides, watchdog),
-                timeout=deadline.remaining_s,
-                metadata=connection.metadata(self._sessions.of(header.session)),
-            )
-            with watchdog.over(call):
-                try:
-                    answer = call.result()
-                except grpc.FutureCancelledError:
-                    raise call from None  # it is the error that has the status
+        message = self._calls.send_whole(
+            "attend_store",
+            attend_content(header.SerializeToString(), sides),
+            route=self._sessions.of(header.session),
+            deadline=deadline,
+            stall_timeout_s=stall_timeout_s,
+        )
+        answer = pb.AttendStoreResponse.FromString(message)
         return Warmed(answer.layer_count, answer.skipped_count, answer.resident_bytes)
 
 
@@ -578,18 +576,3 @@ def _counts(field: str, values: Iterable[int], most: int = U32_MAX) -> list[int]
         return [count(field, value, most) for value in values]
     except TypeError as error:
         raise invalid(field, f"{values!r} is not several numbers") from error
-
-
-def _messages(
-    header: pb.AttendStoreHeader, sides: Sequence[np.ndarray], watchdog: Watchdog
-) -> Iterator[pb.AttendStoreRequest]:
-    yield pb.AttendStoreRequest(header=header)
-    for part, side in enumerate(sides):
-        view = side.reshape(-1).view(np.uint8).data
-        for offset in range(0, len(view), CHUNK_BYTES_MAX):
-            data = view[offset : offset + CHUNK_BYTES_MAX]
-            chunk = types_pb2.PartChunk(
-                part_index=part, offset_bytes=offset, crc32c=crc32c(data), data=bytes(data)
-            )
-            yield pb.AttendStoreRequest(bytes=chunk)
-            watchdog.touch()

@@ -6,8 +6,8 @@ Knows deadlines, watchdogs and what may be tried again; not what the messages sa
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -23,11 +23,7 @@ from pion_client.connection import (
     retried,
 )
 from pion_client.errors import Unavailable
-from pion_client.rows import Rows
-from pion_client.storing import Outgoing, Progress
-from pion_client.values import Part
-
-Answer = TypeVar("Answer")
+from pion_client.storing import Content, Outgoing, Progress
 
 
 class Calls:
@@ -65,32 +61,31 @@ class Calls:
     def send(
         self,
         method: str,
-        header: bytes,
-        tensors: Sequence[Rows],
-        parts: Sequence[Part],
+        content: Content,
         *,
-        first_row: int,
-        progress: Progress | None,
         route: str,
         deadline: Deadline,
-        next_headers: Sequence[bytes] | None = None,
+        progress: Progress | None = None,
+        stall_timeout_s: float | None = None,
     ) -> bytes:
         """Sends one stream, once; returns the serialised answer.
 
+        Args:
+            method: of the stubs.
+            content: what it brings.
+            route: where to.
+            deadline: of all of it.
+            progress: called with (bytes sent, bytes in all), on another thread.
+            stall_timeout_s: how long it may make no progress; None: as long as any stream may.
+
         Raises:
             PionError: what the status of the call means.
-            Whatever `progress` raises.
+            Whatever `progress`, or making the messages, raises.
         """
-        watchdog = Watchdog(self.stall_timeout_s)
-        outgoing = Outgoing(
-            header,
-            tensors,
-            parts,
-            first_row=first_row,
-            progress=progress,
-            touch=watchdog.touch,
-            next_headers=next_headers,
-        )
+        if stall_timeout_s is None:
+            stall_timeout_s = self.stall_timeout_s
+        watchdog = Watchdog(stall_timeout_s)
+        outgoing = Outgoing(content, progress, watchdog.touch)
         with self.connection.calling() as stubs:
             call: Any = getattr(stubs, method).future(
                 iter(outgoing),
@@ -107,11 +102,27 @@ class Calls:
                     raise call from None  # it is the error that has the status
         return answer
 
-    def send_whole(self, send: Callable[[], Answer], deadline: Deadline) -> Answer:
-        """Repeats a stream that is idempotent as a whole, where only the transport failed."""
+    def send_whole(
+        self,
+        method: str,
+        content: Content,
+        *,
+        route: str,
+        deadline: Deadline,
+        progress: Progress | None = None,
+        stall_timeout_s: float | None = None,
+    ) -> bytes:
+        """Sends a stream as `send` does, and again as a whole where only the transport failed."""
         for attempt in itertools.count(1):
             try:
-                return send()
+                return self.send(
+                    method,
+                    content,
+                    route=route,
+                    deadline=deadline,
+                    progress=progress,
+                    stall_timeout_s=stall_timeout_s,
+                )
             except Unavailable as error:
                 # To a caller with time, a server that restarts is one that is not there yet.
                 waits = error.from_transport or deadline.tries == TRIES_ENDLESS

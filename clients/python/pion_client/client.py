@@ -8,7 +8,6 @@ every byte of it is here and checked.
 """
 
 import builtins
-import functools
 import heapq
 import itertools
 import os
@@ -30,6 +29,7 @@ from pion_client.lanes import Lanes
 from pion_client.routes import Routes
 from pion_client.rows import rows_of, tensor_rows
 from pion_client.states import States
+from pion_client.storing import prefix_content
 from pion_client.tls import Tls
 from pion_client.values import (
     Array,
@@ -206,19 +206,13 @@ class Client(AttendMixin):
             parts=[requests.part_info(f"parts[{index}]", part) for index, part in enumerate(parts)],
         )
         route = route_key(self._tenant, model, packed)
-        deadline = self._calls.stream_deadline(timeout_s)
-        send = functools.partial(
-            self._calls.send,
+        answer = self._calls.send_whole(
             "store",
-            header.SerializeToString(),
-            tensors,
-            parts,
-            first_row=base,
-            progress=progress,
+            prefix_content(header.SerializeToString(), tensors, parts, first_row=base),
             route=route,
-            deadline=deadline,
+            deadline=self._calls.stream_deadline(timeout_s),
+            progress=progress,
         )
-        answer = self._calls.send_whole(send, deadline)
         stored = answers.stored(pb.PrefixStoreStoreResponse.FromString(answer))
         self._routes.remember(stored.namespace, route)
         return stored
@@ -265,11 +259,7 @@ class Client(AttendMixin):
         )
         answer = self._calls.send(
             "write_rows",
-            header.SerializeToString(),
-            [tensor],
-            (),
-            first_row=first_row,
-            progress=None,
+            prefix_content(header.SerializeToString(), [tensor], first_row=first_row),
             route=self._routes.of(namespace),
             deadline=self._calls.stream_deadline(timeout_s),
         )

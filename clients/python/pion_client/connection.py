@@ -156,7 +156,7 @@ class Stubs:
         self.receipt = stats.Get
         self.reset_receipt = stats.Reset
         attend = AttendStub(channel)
-        self.attend_store = attend.Store
+        self.attend_store: Any = channel.stream_unary("/pion.v1.Attend/Store")
         self.attend_lookup = attend.Lookup
         self.attend_query = attend.Query
         self.attend_stream = attend.Stream

@@ -27,6 +27,7 @@ from pion_client.fetching import DamagedChunk, Progress
 from pion_client.lanes import Lane, Transport
 from pion_client.receiving import receive_whole
 from pion_client.routes import by_name
+from pion_client.storing import states_content
 from pion_client.values import DurabilityName, Part
 from pion_wire import limits
 from pion_wire.framing import FrameError, HeaderBytes, PartChunk, parse_bytes_message
@@ -244,7 +245,7 @@ class States:
             )
             for layer, data in values.items()
         ]
-        first, *others = [
+        headers = [
             pb.SSMStateStoreHeader(
                 session=text("session", session),
                 layer=part.slot,
@@ -258,20 +259,12 @@ class States:
             ).SerializeToString()
             for part in parts
         ]
-        deadline = self._calls.stream_deadline(timeout_s)
         answer = self._calls.send_whole(
-            lambda: self._calls.send(
-                "state_store",
-                first,
-                (),
-                parts,
-                first_row=0,
-                progress=progress,
-                route=by_name(session),
-                deadline=deadline,
-                next_headers=others,
-            ),
-            deadline,
+            "state_store",
+            states_content(headers, parts),
+            route=by_name(session),
+            deadline=self._calls.stream_deadline(timeout_s),
+            progress=progress,
         )
         stored = pb.SSMStateStoreResponse.FromString(answer)
         generations = stored.generation, *stored.more_generations

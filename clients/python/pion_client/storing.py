@@ -1,12 +1,13 @@
-"""Sending a Store stream: a header, then chunks in order, made while they are sent.
+"""Streams out: what a call brings, as messages that are made while they are sent.
 
-gRPC takes the messages on a thread of its own. What goes wrong there (a progress callback may raise)
-ends the call and is kept for the caller, because gRPC would only log it.
+Knows how each service frames its chunks; neither calls nor what is tried again. The one decision: gRPC
+takes the messages on a thread of its own. What goes wrong there (a progress callback may raise) ends the
+call and is kept for the caller, because gRPC would only log it.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pion_client.rows import Rows
 from pion_client.values import Part
@@ -16,33 +17,75 @@ from pion_wire.limits import CHUNK_BYTES_MAX
 Progress = Callable[[int, int], None]
 
 
+class Framed(NamedTuple):
+    """A message, and how many bytes of data it brings: none in a header."""
+
+    message: bytes
+    data_bytes: int = 0
+
+
+class Content(NamedTuple):
+    """What a stream brings."""
+
+    total_bytes: int
+    """Of data."""
+    messages: Callable[[], Iterator[Framed]]
+    """Makes them; called anew for each attempt."""
+
+
+def prefix_content(
+    header: bytes, tensors: Sequence[Rows], parts: Sequence[Part] = (), *, first_row: int = 0
+) -> Content:
+    """Returns what PrefixStore takes: a header, then rows, counted from `first_row`, then parts."""
+
+    def messages() -> Iterator[Framed]:
+        yield Framed(frame_header(header))
+        for index, rows in enumerate(tensors):
+            for array, first, count, data in rows.chunks():
+                framed = frame_rows(index, array, first_row + first, count, data)
+                yield Framed(framed, len(data))
+        for index, part in enumerate(parts):
+            for offset, data in _chunks_of(part.buffers):
+                yield Framed(frame_part(index, offset, data), len(data))
+
+    rows_bytes = sum(rows.token_count * rows.tensor.row_bytes for rows in tensors)
+    return Content(rows_bytes + sum(part.info.size_bytes for part in parts), messages)
+
+
+def states_content(headers: Sequence[bytes], values: Sequence[Part]) -> Content:
+    """Returns what SSMState takes: values, each behind a header of its own."""
+
+    def messages() -> Iterator[Framed]:
+        for header, value in zip(headers, values, strict=True):
+            yield Framed(frame_header(header))
+            for offset, data in _chunks_of(value.buffers):
+                yield Framed(frame_bytes(0, offset, data), len(data))
+
+    return Content(sum(value.info.size_bytes for value in values), messages)
+
+
+def attend_content(header: bytes, sides: Sequence[memoryview] = ()) -> Content:
+    """Returns what Attend takes: a header, then the bytes of K and of V, if they are not stored."""
+
+    def messages() -> Iterator[Framed]:
+        yield Framed(frame_header(header))
+        for index, side in enumerate(sides):
+            for offset, data in _chunks_of([side]):
+                yield Framed(frame_bytes(index, offset, data), len(data))
+
+    return Content(sum(side.nbytes for side in sides), messages)
+
+
 class Outgoing:
     """The messages of one attempt. Iterate once."""
 
     def __init__(
-        self,
-        header: bytes,
-        tensors: Sequence[Rows],
-        parts: Sequence[Part] = (),
-        *,
-        first_row: int = 0,
-        progress: Progress | None = None,
-        touch: Callable[[], None],
-        next_headers: Sequence[bytes] | None = None,
+        self, content: Content, progress: Progress | None, touch: Callable[[], None]
     ) -> None:
-        """Takes what is to be sent.
-
-        With `next_headers` to a service that takes values and no rows, each behind a header of its own:
-        these are of those that follow the first.
-        """
         self.error: BaseException | None = None
         """What was raised while messages were made."""
-        self._header = header
-        self._tensors = tensors
-        self._parts = parts
-        self._first_row = first_row
+        self._content = content
         self._progress = progress
-        self._next_headers = next_headers
         self._touch = touch
         self._call: Any = None
         self._bound = threading.Event()
@@ -63,36 +106,20 @@ class Outgoing:
             self._call.cancel()
 
     def _messages(self) -> Iterator[bytes]:
-        total = sum(rows.token_count * rows.tensor.row_bytes for rows in self._tensors)
-        total += sum(part.info.size_bytes for part in self._parts)
         done = 0
-        yield frame_header(self._header)
-        for message, size in self._chunks():
+        for message, data_bytes in self._content.messages():
             yield message
-            done += size
             self._touch()
-            if self._progress is not None:
-                self._progress(done, total)
-
-    def _chunks(self) -> Iterator[tuple[bytes, int]]:
-        for index, rows in enumerate(self._tensors):
-            for array, first, count, data in rows.chunks():
-                yield frame_rows(index, array, self._first_row + first, count, data), len(data)
-        for index, part in enumerate(self._parts):
-            if self._next_headers is not None and index:
-                yield frame_header(self._next_headers[index - 1]), 0
-            offset = 0
-            for data in _chunks_of(part.buffers):
-                framed = (
-                    frame_part(index, offset, data)
-                    if self._next_headers is None
-                    else frame_bytes(offset, data)
-                )
-                yield framed, len(data)
-                offset += len(data)
+            done += data_bytes
+            if self._progress is not None and data_bytes:
+                self._progress(done, self._content.total_bytes)
 
 
-def _chunks_of(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+def _chunks_of(buffers: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """Yields bytes that lie in several places, at most 1 MiB at a time, and where each begins."""
+    offset = 0
     for buffer in buffers:
         for begin in range(0, len(buffer), CHUNK_BYTES_MAX):
-            yield buffer[begin : begin + CHUNK_BYTES_MAX]
+            data = buffer[begin : begin + CHUNK_BYTES_MAX]
+            yield offset, data
+            offset += len(data)

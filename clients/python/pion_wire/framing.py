@@ -1,10 +1,11 @@
 """Chunk messages of streams, framed and parsed by hand.
 
-What gRPC in Python costs per byte is copies. `StoreRequest` and `FetchResponse` have the same shape
-(`header` 1, `rows` 2, `part` 3) and every chunk has its `data` last, so a message is a few bytes of
-varints followed by the data, and the data of a received message is a view of its tail: one copy less
-on each side than with generated code, which takes and returns owned `bytes`. The bytes are exactly
-those that generated code of any language writes and reads; a test holds the two against each other.
+What gRPC in Python costs per byte is copies. Streams have one of two shapes: `header` 1, `rows` 2,
+`part` 3 (PrefixStore), or `header` 1, `bytes` 2 (SSMState, Attend). Every chunk has its `data` last, so
+a message is a few bytes of varints followed by the data, and the data of a received message is a view
+of its tail: one copy less on each side than with generated code, which takes and returns owned `bytes`.
+The bytes are exactly those that generated code of any language writes and reads; a test holds the two
+against each other.
 
 Knows the protobuf encoding of chunks, and nothing of what is in them.
 """
@@ -67,14 +68,12 @@ def frame_rows(
 
 def frame_part(part_index: int, offset_bytes: int, data: bytes | memoryview) -> bytes:
     """Returns a stream message with bytes of a part and their CRC-32C."""
-    fields = _number(b"\x08", part_index) + _number(b"\x10", offset_bytes)
-    return _frame(b"\x1a", fields + _checksum(b"\x1d", data), data)
+    return _framed_part(b"\x1a", part_index, offset_bytes, data)
 
 
-def frame_bytes(offset_bytes: int, data: bytes | memoryview) -> bytes:
-    """Returns a message of a stream that has bytes only (SSMState), with their CRC-32C."""
-    fields = _number(b"\x10", offset_bytes) + _checksum(b"\x1d", data)
-    return _frame(b"\x12", fields, data)
+def frame_bytes(part_index: int, offset_bytes: int, data: bytes | memoryview) -> bytes:
+    """Returns a message of a stream that has bytes only (SSMState, Attend), with their CRC-32C."""
+    return _framed_part(b"\x12", part_index, offset_bytes, data)
 
 
 def parse_message(message: bytes) -> HeaderBytes | RowChunk | PartChunk:
@@ -117,6 +116,11 @@ def _only_field(view: memoryview, last: int) -> tuple[int, memoryview]:
 def _part_chunk(value: memoryview) -> PartChunk:
     numbers, data = _chunk_fields(value, 3)
     return PartChunk(numbers[1], numbers[2], numbers[3], data)
+
+
+def _framed_part(tag: bytes, part_index: int, offset_bytes: int, data: bytes | memoryview) -> bytes:
+    fields = _number(b"\x08", part_index) + _number(b"\x10", offset_bytes)
+    return _frame(tag, fields + _checksum(b"\x1d", data), data)
 
 
 def _frame(tag: bytes, fields: bytes, data: bytes | memoryview) -> bytes:
