@@ -60,8 +60,9 @@ def end_leases(workshop: Workshop) -> None:
 
 
 def clean(workshop: Workshop) -> None:
-    """Buries what is dead, counts foreign files, folds the log."""
+    """Buries what is dead, holds the reserve again, counts foreign files, folds the log."""
     workshop.space.bury_dead_instances()
+    workshop.catalog.hold_reserve()
     workshop.space.measure()
     workshop.space.forget_layouts()
     _keep_within_budget(workshop)

@@ -116,6 +116,7 @@ class PrefixStore:
         self.space.bury_dead_instances()
         self.is_first = housekeeping.begin_if_alone(self.workshop)
         """Whether a server has begun with this process: no other was there."""
+        self._catalog.hold_reserve()
         self.space.measure()
 
     def close(self) -> None:
@@ -267,7 +268,7 @@ class PrefixStore:
         """Takes names and their matches away at once; says of each whether anything was there."""
         check_names(namespaces)
         dropped = []
-        with self._catalog.write() as transaction:
+        with self._catalog.write(removing=True) as transaction:
             for namespace in namespaces:
                 row = transaction.by_name(tenant, namespace)
                 if row is not None:

@@ -136,7 +136,7 @@ class Sessions:
     def drop(self, tenant: str, namespaces: Iterable[str]) -> int:
         """Drops namespaces, and returns how many of them existed."""
         dropped = 0
-        with self._catalog.write() as transaction:
+        with self._catalog.write(removing=True) as transaction:
             for namespace in namespaces:
                 row = transaction.by_name(tenant, namespace)
                 if row is not None:

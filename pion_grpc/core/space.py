@@ -331,6 +331,7 @@ class Space:
                 free = transaction.free_bytes()
             if free > FREE_BYTES_MAX:
                 self._catalog.checkpoint()
+            self._catalog.hold_reserve()
 
     def _removed(self, path: Path) -> bool:
         """Removes a file; says whether it is gone."""

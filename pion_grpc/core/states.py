@@ -321,7 +321,7 @@ class RecurrentStates:
 
     def drop(self, tenant: str, session: str, layer: int | None = None) -> int:
         """Drops one layer of a session, or all; returns how many there were."""
-        with self._catalog.write() as transaction:
+        with self._catalog.write(removing=True) as transaction:
             dropped = States(transaction).remove(tenant, session, layer)
         if dropped:
             self.blobs.workshop.space.sweep()

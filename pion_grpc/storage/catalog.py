@@ -14,6 +14,7 @@ the schema and its questions. Three promises are kept for all of them:
 """
 
 import contextlib
+import os
 import queue
 import secrets
 import time
@@ -49,6 +50,8 @@ LOG_PAGES = 500
 LONG_LOG_PAGES = 2_000
 RESTART_MS = 100
 """Length of the log from which on a commit waits until nobody reads it, and for how long."""
+RESERVE_BYTES = 1 << 20
+"""Held in a file beside the database. Taking something out of a full disk needs space too, for the log."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -255,6 +258,7 @@ class Catalog:
         if version < SQLITE_OLDEST:
             raise CannotStart(f"SQLite {apsw.sqlite_lib_version()} is too old: upgrade apsw")
         self._path = path
+        self._reserve = path.with_name(f"{path.name}-reserve")
         self._migrations = migrations or _MIGRATIONS
         self._before_new = before_new
         self._vfs = (files or Files()).vfs
@@ -288,15 +292,19 @@ class Catalog:
                     connection.execute("ROLLBACK")
 
     @contextlib.contextmanager
-    def write(self, *, on_disk: bool = False) -> Iterator["Transaction"]:
+    def write(self, *, on_disk: bool = False, removing: bool = False) -> Iterator["Transaction"]:
         """A write transaction: committed as a whole at the end, or not at all.
 
-        With `on_disk` the commit is on stable storage when it returns, and every earlier one too:
-        also if this one has nothing else to write.
+        Args:
+            on_disk: the commit is on stable storage when it returns, and every earlier one too: also
+                if this one has nothing else to write.
+            removing: it gives space back, so on a full disk it may use the reserve.
 
         Raises:
             DiskFull, DamagedCatalogue, Busy: it cannot be written.
         """
+        if removing:
+            self._give_up_reserve_on_full_disk()
         with _translated("written", self._path), self._connection() as connection:
             connection.execute("PRAGMA synchronous = " + ("FULL" if on_disk else "NORMAL"))
             connection.execute("BEGIN IMMEDIATE")
@@ -309,6 +317,19 @@ class Catalog:
             finally:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
+
+    def hold_reserve(self) -> None:
+        """Takes `RESERVE_BYTES` of the disk, unless they are held already, or are not there."""
+        if self._reserve.exists() or _free_bytes(self._path.parent) < 2 * RESERVE_BYTES:
+            return
+        try:
+            self._reserve.write_bytes(os.urandom(RESERVE_BYTES))  # zeros may take no space
+        except OSError:
+            self._reserve.unlink(missing_ok=True)
+
+    def _give_up_reserve_on_full_disk(self) -> None:
+        if _free_bytes(self._path.parent) < RESERVE_BYTES:
+            self._reserve.unlink(missing_ok=True)
 
     def copy_to(self, path: Path) -> None:
         """Writes the catalogue as it is now to a file that must not exist.
@@ -437,6 +458,12 @@ class Catalog:
         finally:
             source.close()
             copy.close()
+
+
+def _free_bytes(directory: Path) -> int:
+    """Returns how much more an ordinary user can write there."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def _fold(connection: apsw.Connection, name: str, pages: int) -> int:

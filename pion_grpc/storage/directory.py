@@ -37,7 +37,7 @@ HOST_TOKEN_BYTES = 32
 NOT_ADOPTED = "not-adopted"
 OWN_NAMES = frozenset({"segments", "rows", "blobs", "export", "run", NOT_ADOPTED, "host-token"})
 """What belongs to the server in its directory, beside all names that begin with `catalog.db`."""
-_DATABASE = ("catalog.db", "catalog.db-wal", "catalog.db-shm")
+_DATABASE = ("catalog.db", "catalog.db-wal", "catalog.db-shm", "catalog.db-reserve")
 _WRITTEN = re.compile("[0-9a-f]{12}-")
 NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "afpfs", "webdav", "9p", "fuse.sshfs", "ceph", "afs",
@@ -221,7 +221,7 @@ class DataDirectory:
         return total
 
     def catalog_bytes(self) -> int:
-        """Returns the bytes of the database and its log."""
+        """Returns the bytes of the database, its log and its reserve."""
         total = 0
         for path in self._database:
             try:

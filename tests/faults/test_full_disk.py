@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import redis
 
 from tests.conftest import ServerProcess
 from tests.server.wire import Sample, Wire, eventually, layout_of, refusal, refused
@@ -98,6 +99,30 @@ def test_a_disk_that_others_fill_to_the_last_byte_stays_readable(
         assert len(os.listdir(server.directory / "segments")) == 2
     server.stop()
     assert not [entry for entry in server.log if entry["level"] == "error"]
+
+
+def test_a_disk_that_others_fill_does_not_keep_what_is_dropped(
+    start_server: Callable[..., ServerProcess], small_disk: Path
+) -> None:
+    server = start_server("--resp", "127.0.0.1:0", directory=small_disk / "data")
+    host, _, port = server.ready["resp"].rpartition(":")
+    samples = [Sample(f"full/{index}", 500, LAYOUT) for index in range(3)]
+    with Wire(server.address) as wire, redis.Redis(host, int(port)) as keys:
+        for sample in samples:
+            wire.store(sample)
+        keys.set("value", bytes(100))
+        drops: tuple[Callable[[], object], ...] = (
+            lambda: wire.call("Drop", namespaces=["full/0"]),
+            lambda: keys.execute_command("KV.PREFIX.DROP", "full/1"),
+            lambda: keys.delete("value"),
+        )
+        for step, drop in enumerate(drops):
+            fill(small_disk / f"others-{step}")
+            assert refused(lambda: wire.store(Sample("full/more", 500, LAYOUT))).reason == "DISK_FULL"
+            drop()
+        assert wire.names() == ["full/2"]
+        assert not keys.exists("value")
+        assert len(os.listdir(server.directory / "segments")) == 1
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])

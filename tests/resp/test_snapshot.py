@@ -210,11 +210,11 @@ def test_no_error_names_the_files_of_the_machine(start_resp: Callable[..., Resp]
 
 
 def test_a_snapshot_that_does_not_fit_evicts_nothing(start_resp: Callable[..., Resp]) -> None:
-    resp = start_resp(budget_bytes=16 << 20)
+    resp = start_resp(budget_bytes=20 << 20)
     wire = resp.connect()
     for name in ("a", "b", "c"):  # more than half of the budget together
         wire("KV.PREFIX.REGISTER", name, 4_096, "fp16")
-        wire("V.STOREBATCH", f"{name}_pk", 0, 0, 350, bytes(350 * 8_192), "FMT", "F16")
+        wire("V.STOREBATCH", f"{name}_pk", 0, 0, 420, bytes(420 * 8_192), "FMT", "F16")
         assert wire("KV.PREFIX.SAVE") == "OK"
     assert wire("KV.PREFIX.SAVE", "x").text.startswith("ERR KV.PREFIX.SAVE failed (")
     assert [wire("KV.PREFIX.LOOKUP", name) for name in ("a", "b", "c")] == ["HIT"] * 3
