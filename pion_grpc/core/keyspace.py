@@ -64,8 +64,9 @@ class Keyspace:
         changed nothing then.
         """
         outcomes: list[Outcome] = []
+        removing = not any(work.grows_bytes for work in batch)
         try:
-            with self._workshop.catalog.write() as transaction:
+            with self._workshop.catalog.write(removing=removing) as transaction:
                 now = unix_ms()
                 roomy = self._surely_fits(transaction, batch)
                 grown = 0
