@@ -367,8 +367,8 @@ class Config:
             return {}
         if not password:
             raise ValueError(
-                "--tenant: tenants need an administrator's password (--requirepass, PION_PASSWORD or "
-                "--password-file)"
+                "--tenant: tenants need an administrator's password: PION_PASSWORD or --password-file "
+                "(pion-server: --requirepass or --requirepass-file)"
             )
         passwords = {"": password}
         for pair in self.tenants:
@@ -391,7 +391,11 @@ class Config:
         try:
             password = self.password_file.read_text().rstrip()
         except OSError as error:
-            raise ValueError(f"the password file cannot be read: {error}") from error
+            raise ValueError(
+                f"the password file {self.password_file} cannot be read: {error.strerror}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the password file {self.password_file} is no text") from error
         if not password:
             raise ValueError(f"the password file {self.password_file} is empty")
         return password

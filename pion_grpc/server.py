@@ -7,7 +7,6 @@ for neither proxies nor calls.
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from pion_grpc.errors import Busy, CannotStart, DiskFull, PionError
 from pion_grpc.process import pipe_of_signals, raise_files_limit, tune_allocator, tune_blas
 from pion_grpc.resp.command import CLIENTS_MAX, RespSettings
 from pion_grpc.resp.server import RespServer
-from pion_grpc.resp.sockets import remove_dead_socket
+from pion_grpc.resp.sockets import UNBOUND, bound, remove_dead_socket, why_not_bound
 from pion_grpc.rpc.attend import AttendService
 from pion_grpc.rpc.prefix_store import PrefixStoreService
 from pion_grpc.rpc.service import (
@@ -204,8 +203,9 @@ class Server:
             )
         except (OSError, DiskFull, Busy) as error:
             self._directory.close()
+            problem = error.strerror if isinstance(error, OSError) else error
             raise CannotStart(
-                f"cannot use the data directory {self._config.data}: {error}"
+                f"cannot use the data directory {self._config.data}: {problem}"
             ) from error
         except CannotStart:
             self._directory.close()
@@ -365,14 +365,14 @@ def serve(config: Config, worker: Worker | None = None) -> None:
 
 
 def _why_not(listen: Address) -> str:
-    """Says the likely reason why an address cannot be listened on: gRPC does not tell it."""
-    if listen.path:
-        return "is another server there?"
+    """Says why an address cannot be listened on, by trying to: gRPC does not tell it."""
     try:
-        with socket.create_server((listen.host, 0), family=listen.family):
-            return "is another server there?"
-    except OSError as error:
-        return f"this machine does not have that address, or not yet ({error.strerror})"
+        bound(listen).close()
+    except UNBOUND as error:
+        return why_not_bound(listen, error)
+    if listen.path:
+        Path(listen.path).unlink(missing_ok=True)
+    return "it is free now: try again"
 
 
 def check_exposure(config: Config, password: str) -> None:

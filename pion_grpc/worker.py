@@ -29,7 +29,7 @@ import structlog
 from pion_grpc import __version__
 from pion_grpc.config import Address, Config
 from pion_grpc.errors import CannotStart
-from pion_grpc.resp.sockets import Block, bind_blocks, bound_address
+from pion_grpc.resp.sockets import UNBOUND, Block, bind_blocks, bound_address, why_not_bound
 
 RESTART_S = 1.0
 """A worker that died is started again after so long: one that cannot start does not take a core."""
@@ -156,12 +156,20 @@ class _Supervisor:
 
 
 def _reserved(address: Address) -> socket.socket | None:
-    """Returns a socket that keeps a port free for all workers, if any port will do."""
+    """Returns a socket that keeps a port free for all workers, if any port will do.
+
+    Raises:
+        CannotStart: there is none at this address.
+    """
     if address.path or address.port or sys.platform != "linux":
         return None
     kept = socket.socket(address.family)
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    kept.bind((address.host, 0))
+    try:
+        kept.bind((address.host, 0))
+    except UNBOUND as error:
+        kept.close()
+        raise CannotStart(f"cannot listen on {address}: {why_not_bound(address, error)}") from error
     return kept
 
 

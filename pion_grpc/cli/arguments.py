@@ -5,6 +5,7 @@ Knows no command, only where it is. The one decision: a command is imported when
 """
 
 import argparse
+import contextlib
 import math
 import os
 import pkgutil
@@ -21,6 +22,7 @@ from pion_grpc.config import (
     default_data,
     environment_settings,
     parse_bytes,
+    parse_count,
     parse_path,
 )
 from pion_grpc.errors import CannotStart
@@ -332,17 +334,18 @@ def _command(
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    number = parse_count(text)
     if number < 1:
         raise ValueError(f"{number} is below 1")
     return number
 
 
 def _positive_s(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{text} is not a number of seconds")
-    return seconds
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if 0 < seconds < math.inf:
+            return seconds
+    raise ValueError(f"{text!r} is not a number of seconds above 0 (--timeout, or PION_TIMEOUT)")
 
 
 def _named(parse: Any, name: str) -> Any:

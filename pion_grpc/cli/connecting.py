@@ -16,6 +16,7 @@ from pion_client.connection import Connection
 from pion_grpc.cli.arguments import DEFAULT_ADDRESS
 from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.cli.output import printable
+from pion_grpc.config import parse_address
 
 
 @contextlib.contextmanager
@@ -80,7 +81,11 @@ def password(options: argparse.Namespace) -> str | None:
     try:
         return path.read_text().rstrip()
     except OSError as error:
-        raise CommandFailed(f"--password-file: {error}", reason="INVALID") from error
+        raise CommandFailed(
+            f"--password-file: {path} cannot be read: {error.strerror}", reason="INVALID"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise CommandFailed(f"--password-file: {path} is no text", reason="INVALID") from error
 
 
 def tls(options: argparse.Namespace) -> Tls | None:
@@ -105,10 +110,9 @@ def one_node_asked(options: argparse.Namespace) -> str:
 def _advice(options: argparse.Namespace, error: errors.PionError) -> str:
     address: str = options.address
     if isinstance(error, errors.Unavailable) and error.from_transport:
-        listen = "" if address == DEFAULT_ADDRESS else f" --listen {address}"
         text = (
-            f"no server answers at {address}: start one with `pion-grpc serve{listen}`, or name "
-            "another with --address or PION_ADDRESS"
+            f"no server answers at {address}: {_start(address)}name another with --address or "
+            "PION_ADDRESS"
         )
         if tls(options) is not None:
             text += (
@@ -124,3 +128,14 @@ def _advice(options: argparse.Namespace, error: errors.PionError) -> str:
             "PION_TENANT, if there are tenants), or use --password-file"
         )
     return printable(str(error))
+
+
+def _start(address: str) -> str:
+    """Returns how to start a server at an address, if that is one of this machine."""
+    if address == DEFAULT_ADDRESS:
+        return "start one with `pion-grpc serve`, or "
+    try:
+        here = parse_address(address).is_local
+    except ValueError:  # several, or one without a port
+        here = False
+    return f"start one with `pion-grpc serve --listen {address}`, or " if here else ""

@@ -34,13 +34,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `pion-grpc ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return 1
+    except OSError as error:
+        problem = error.strerror or str(error)
+        if error.filename:
+            return _failed(options, "SYSTEM", f"{error.filename}: {problem}")
+        _give_up_output()  # which is what has no name
+        return _told(f"the output cannot be written: {problem}")
 
 
 def _failed(options: argparse.Namespace, reason: str, message: str) -> int:
-    if getattr(options, "json", False):
-        print(json.dumps({"error": {"reason": reason, "message": message}}, indent=2))
-    else:
-        print(f"pion-grpc: {message}", file=sys.stderr)
+    if not getattr(options, "json", False):
+        return _told(message)
+    print(json.dumps({"error": {"reason": reason, "message": message}}, indent=2))
     return 1
+
+
+def _told(message: str) -> int:
+    print(f"pion-grpc: {message}", file=sys.stderr)
+    return 1
+
+
+def _give_up_output() -> None:
+    """Lets what is still to be written vanish: the interpreter would fail with it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

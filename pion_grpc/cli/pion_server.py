@@ -45,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         from pion_grpc.server import serve
 
         set_up_logs(sys.stdout)
-        config.data.mkdir(mode=0o700, parents=True, exist_ok=True)  # the gRPC socket is inside
         serve(config)
     except CannotStart as error:
         print(f"FATAL: {error}", file=sys.stderr, flush=True)
@@ -89,8 +88,8 @@ def config_of(options: argparse.Namespace) -> Config:
     try:
         return Config(**{**environment_settings(), **given})
     except ValueError as error:
-        problem = str(error)
-        if options.maxmemory:  # the flag that was given
+        problem = str(error).replace("--resp", "--bind and --port")  # the flags that were given
+        if options.maxmemory:
             problem = problem.replace("--disk-budget", "--maxmemory")
         raise CannotStart(problem) from error
 

@@ -160,6 +160,8 @@ def _check_target(target: Path, *, force: bool) -> None:
     try:
         mode = target.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
+        if not target.parent.is_dir():
+            raise CommandFailed(f"{target.parent} is not a directory", reason="INVALID") from None
         return
     except OSError as error:
         raise CommandFailed(
@@ -185,7 +187,9 @@ def _writing(target: Path) -> Iterator[Path]:
         files.rename(scratch, target)
         files.sync_directory(target.parent)
     except OSError as error:
-        raise CommandFailed(f"{target} cannot be written: {error}", reason="DISK") from error
+        raise CommandFailed(
+            f"{target} cannot be written: {error.strerror}", reason="DISK"
+        ) from error
     except core_errors.DiskFull as error:
         raise CommandFailed(f"no space for {target}", reason="DISK_FULL") from error
     finally:
@@ -337,6 +341,8 @@ def opened(path: Path) -> Iterator[Source]:
         raise CommandFailed(
             f"{path} cannot be opened: {error.strerror}", reason="INVALID"
         ) from error
+    except (core_errors.Unreadable, core_errors.TooManyFiles) as error:
+        raise CommandFailed(str(error), reason="INVALID") from error
     with contextlib.closing(file):
         if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
             raise CommandFailed(f"{path} is not a regular file", reason="INVALID")
@@ -378,7 +384,8 @@ def _check_pages(source: Source, advance: Advance) -> None:
 def _refused(path: Path, error: Exception) -> CommandFailed:
     text = printable(str(error))
     return CommandFailed(
-        f"{path} was not imported, and nothing was stored: {text}", reason="CORRUPT"
+        f"{path} is not what `pion-grpc export` wrote, and nothing was stored: {text}",
+        reason="CORRUPT",
     )
 
 

@@ -124,8 +124,11 @@ def rebuild(
     if tenant and not TENANT_NAME.fullmatch(tenant):
         raise CannotStart(f"{tenant!r} is not a tenant's name: 1 to 64 letters, digits, - and _")
     path = path.expanduser().resolve()
-    if not (path / "segments").is_dir() and not (path / "catalog.db").exists():
-        raise CannotStart(f"{path} is not a data directory: there are no segments in it")
+    try:
+        if not (path / "segments").is_dir() and not (path / "catalog.db").exists():
+            raise CannotStart(f"{path} is not a data directory: there are no segments in it")
+    except OSError as error:
+        raise CannotStart(f"{path} cannot be used: {error.strerror}") from error
     directory = DataDirectory(path, exclusive=True)
     try:
         return _Rebuild(directory, tenant, progress, files or Files()).run()
@@ -202,7 +205,7 @@ class _Rebuild:
             finally:
                 catalog.close()
         except DamagedCatalogue as error:
-            return f"damaged: {error.problem}"
+            return error.problem
         if not empty:
             raise CannotStart(
                 f"{path} names what is stored: there is nothing to rebuild. If it is damaged all the "

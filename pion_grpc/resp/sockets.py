@@ -3,6 +3,7 @@
 They know nothing of what is spoken on them: one process binds them, and may hand them to others.
 """
 
+import errno
 import socket
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,9 @@ from pion_grpc.resp.lane import RECEIVE_BUFFER_BYTES
 BACKLOG = 1_024
 DRAWS_MAX = 64
 """Attempts to find a block of free ports."""
+
+UNBOUND = (OSError, ValueError, OverflowError)
+"""What is raised where an address cannot be bound."""
 
 _log = structlog.get_logger()
 
@@ -73,12 +77,19 @@ def bind(listen: Address) -> socket.socket:
     try:
         if listen.path:
             remove_dead_socket(Path(listen.path))
-        return _bound(listen)
-    except (OSError, ValueError, OverflowError) as error:
-        raise CannotStart(f"cannot listen on {listen} (RESP): {error}") from error
+        return bound(listen)
+    except UNBOUND as error:
+        raise CannotStart(
+            f"cannot listen on {listen} (RESP): {why_not_bound(listen, error)}"
+        ) from error
 
 
-def _bound(listen: Address) -> socket.socket:
+def bound(listen: Address) -> socket.socket:
+    """Returns a socket that listens on an address.
+
+    Raises:
+        OSError, ValueError, OverflowError: it cannot be bound; `why_not_bound` says why.
+    """
     bound = socket.socket(listen.family)
     try:
         if not listen.path:
@@ -89,6 +100,21 @@ def _bound(listen: Address) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def why_not_bound(listen: Address, error: Exception) -> str:
+    """Says in words why an address could not be bound, and what to do where that is known."""
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return "this machine does not know that name"
+    if not isinstance(error, OSError):
+        return str(error)
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "this machine does not have that address, or not yet"
+    if error.errno != errno.EADDRINUSE:
+        return error.strerror or str(error)
+    if listen.path:
+        return "a file is there that is no socket: choose another path"
+    return "another program listens there: stop it, or choose another port"
 
 
 def bound_address(bound: socket.socket, listen: Address) -> Address:

@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import apsw
 
@@ -202,13 +202,26 @@ _UNUSED = (
 class DamagedCatalogue(CannotStart):
     """The database's own pages are not what was written."""
 
-    def __init__(self, path: Path, error: apsw.Error) -> None:
+    def __init__(self, path: Path, error: Exception) -> None:
         super().__init__(
             f"{path} is damaged ({error}): {rebuild_command(path.parent)} sets it aside and makes a "
             "new one from the segments; or move it away, and segments, rows and blobs too, to start "
             "empty"
         )
-        self.problem = str(error)
+        self.problem = f"damaged: {error}"
+
+
+class OtherCatalogue(DamagedCatalogue):
+    """Its tables are not those of its version: a program between two releases made it."""
+
+    def __init__(self, path: Path, difference: str) -> None:
+        CannotStart.__init__(
+            self,
+            f"{path} has other tables than this version of pion-grpc ({difference}): use the version "
+            f"that wrote it, or choose another --data; or {rebuild_command(path.parent)} sets it aside "
+            "and makes a new one from the segments, without keys, states and rows never sealed",
+        )
+        self.problem = f"of another version: {difference}"
 
 
 @contextlib.contextmanager
@@ -216,13 +229,14 @@ def _translated(what: str, path: Path) -> Iterator[None]:
     """Says in words of the domain why the catalogue at `path` cannot be read, written or copied.
 
     Raises:
-        DiskFull: the database cannot grow, or its disk fails.
+        DiskFull: the database cannot grow, its disk fails, or the system does not let this process
+            open or write it any more.
         DamagedCatalogue: a page is not what was written.
         Busy: another process held the lock for all of `BUSY_MS`.
     """
     try:
         yield
-    except (apsw.FullError, apsw.IOError) as error:
+    except (apsw.FullError, apsw.IOError, apsw.CantOpenError, apsw.ReadOnlyError) as error:
         raise DiskFull(f"the catalogue cannot be {what}: {error}") from error
     except (apsw.CorruptError, apsw.NotADBError) as error:
         raise DamagedCatalogue(path, error) from error
@@ -268,7 +282,7 @@ class Catalog:
         except (apsw.CorruptError, apsw.NotADBError) as error:
             raise DamagedCatalogue(path, error) from error
         except apsw.Error as error:
-            raise CannotStart(f"cannot open {path}: {error}") from error
+            raise CannotStart(f"cannot open {path}: {error}{_remedy(error)}") from error
 
     def close(self) -> None:
         """Closes every idle connection; the last one folds the log into the database."""
@@ -424,16 +438,18 @@ class Catalog:
             connection.set_busy_timeout(BUSY_MS)
             application = connection.pragma("application_id")
             version = int(connection.pragma("user_version"))
-            used = bool(connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchall())
+            shape = shape_of(connection)
         finally:
             connection.close()
-        if application != APPLICATION_ID and (application or version or used):
+        if application != APPLICATION_ID and (application or version or shape):
             raise CannotStart(f"{self._path} belongs to another program: choose another --data")
         if version > len(self._migrations):
             raise CannotStart(
                 f"{self._path} has catalogue version {version}, written by a newer release; this one "
                 f"reads up to {len(self._migrations)}: upgrade pion-grpc, or choose another --data"
             )
+        if version:
+            check_shape(self._path, shape, self._migrations[:version])
         return version
 
     def _migrate(self, connection: apsw.Connection, version: int) -> None:
@@ -498,6 +514,47 @@ _MIGRATIONS = (
     ),
 )
 """Script i brings version i to i + 1."""
+
+Shape: TypeAlias = frozenset[tuple[str, ...]]
+"""What a database consists of: (kind, name) of an index or trigger, (kind, name, column) of a table."""
+
+
+def shape_of(connection: apsw.Connection) -> Shape:
+    """Returns the shape of a database; what SQLite makes for itself is no part of it."""
+    rows = connection.execute(
+        "SELECT made.type, made.name, has.name FROM sqlite_schema AS made"
+        " LEFT JOIN pragma_table_info(made.name) AS has WHERE substr(made.name, 1, 7) != 'sqlite_'"
+    ).fetchall()
+    return frozenset(tuple(str(text) for text in row if text is not None) for row in rows)
+
+
+def check_shape(path: Path, shape: Shape, migrations: tuple[str, ...] = _MIGRATIONS) -> None:
+    """Raises OtherCatalogue if the shape of a catalogue is not what the scripts make."""
+    made = apsw.Connection(":memory:")
+    for script in migrations:
+        made.execute(script)
+    expected = shape_of(made)
+    made.close()
+    missing, unknown = (
+        sorted(map(_described, group)) for group in (expected - shape, shape - expected)
+    )
+    differences = [f"without {name}" for name in missing] + [f"with {name}" for name in unknown]
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise OtherCatalogue(path, ", ".join(differences[:3]) + more)
+
+
+def _described(item: tuple[str, ...]) -> str:
+    return ".".join(item[1:])
+
+
+def _remedy(error: apsw.Error) -> str:
+    """Returns what to do about a database that cannot be opened, if that is known."""
+    if isinstance(error, apsw.CantOpenError | apsw.ReadOnlyError):
+        return ": see who may read and write it and its directory"
+    if isinstance(error, apsw.FullError | apsw.IOError):
+        return ": see whether its disk is full"
+    return ""
 
 
 class Transaction:
@@ -775,8 +832,15 @@ class Transaction:
         return str(rows[0][0]) if rows else ""
 
     def all(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """Runs a statement and returns every row; for the tables of this package."""
-        return self._connection.execute(statement, values).fetchall()
+        """Runs a statement and returns every row; for the tables of this package.
+
+        Raises:
+            DamagedCatalogue: a text is not UTF-8, which SQLite itself does not notice.
+        """
+        try:
+            return self._connection.execute(statement, values).fetchall()
+        except UnicodeDecodeError as error:
+            raise DamagedCatalogue(Path(self._connection.filename), error) from error
 
     def run(self, statement: str, values: tuple[Any, ...]) -> None:
         """Runs a statement to its end; for the tables of this package."""

@@ -21,6 +21,8 @@ from pion_grpc.storage.catalog import (
     DamagedCatalogue,
     PrefixRow,
     Transaction,
+    check_shape,
+    shape_of,
 )
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.match_index import MatchIndex
@@ -63,11 +65,11 @@ class CatalogReader:
 
     def owner(self, blob: BlobRow) -> tuple[str, str]:
         """Returns the tenant of a value, and the name of its key, or else of its file."""
-        rows = self._connection.execute(
+        rows = Transaction(self._connection).all(
             "SELECT blob.tenant, key.name FROM blob LEFT JOIN key ON key.blob = blob.id"
             " WHERE blob.id = ?",
             (blob.id,),
-        ).fetchall()
+        )
         tenant, name = rows[0] if rows else ("", None)
         if isinstance(name, bytes):
             return str(tenant), name.decode(errors="backslashreplace")
@@ -98,7 +100,7 @@ def reading(path: Path) -> Iterator[CatalogReader]:
 
     Raises:
         DamagedCatalogue: it is damaged, or no database.
-        CannotStart: it cannot be read, or not by this release.
+        CannotStart: it cannot be read, or not by this version.
     """
     try:
         connection = _connect(path)
@@ -138,3 +140,4 @@ def _check_version(path: Path, connection: apsw.Connection) -> None:
             f"{path} has catalogue version {version}, this release reads {SCHEMA_VERSION}: use the "
             "release that wrote it"
         )
+    check_shape(path, shape_of(connection))

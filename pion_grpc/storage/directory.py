@@ -31,7 +31,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from pion_grpc.errors import CannotStart
+from pion_grpc.errors import CannotStart, DiskFull
 
 HOST_TOKEN_BYTES = 32
 NOT_ADOPTED = "not-adopted"
@@ -231,16 +231,20 @@ class DataDirectory:
         return total
 
     def publish(self, counters: str) -> None:
-        """Lets the other processes of this directory read what this one has counted."""
-        scratch = self.run / f"{self.instance}-counters.new"
-        scratch.write_text(counters)
-        scratch.rename(self.run / f"{self.instance}-counters")
+        """Lets the other processes of this directory read what this one has counted.
+
+        Raises:
+            DiskFull: it cannot be written.
+        """
+        self._note(counters, self.run / f"{self.instance}-counters")
 
     def note_reset(self) -> None:
-        """Lets all processes of this directory know that counting begins anew."""
-        scratch = self.run / f"{self.instance}-counters.new"
-        scratch.write_text("")
-        scratch.rename(self.run / "counters-reset")
+        """Lets all processes of this directory know that counting begins anew.
+
+        Raises:
+            DiskFull: it cannot be written.
+        """
+        self._note("", self.run / "counters-reset")
 
     def reset_unix_ms(self) -> int:
         """Returns when counting last began anew for all; 0 if it never did."""
@@ -269,6 +273,14 @@ class DataDirectory:
             except FileNotFoundError:
                 continue
         return total
+
+    def _note(self, text: str, path: Path) -> None:
+        scratch = self.run / f"{self.instance}-counters.new"
+        try:
+            scratch.write_text(text)
+            scratch.rename(path)
+        except OSError as error:
+            raise DiskFull(f"what was counted cannot be written: {error.strerror}") from error
 
     def _enter(self, *, exclusive: bool) -> int:
         descriptor = os.open(self.segments, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -96,8 +96,15 @@ def restore_store_snapshot(snapshot: Path, directory: Path) -> None:
     Raises:
         CannotStart: it is not a snapshot, is damaged, cannot be unpacked, or the directory is not empty.
     """
+    try:
+        snapshot.open("rb").close()
+    except OSError as error:
+        raise CannotStart(f"{snapshot} cannot be opened: {error.strerror}") from error
     if not is_store_snapshot(snapshot):
-        raise CannotStart(f"{snapshot} is not a snapshot")
+        raise CannotStart(
+            f"{snapshot} is not a snapshot of a store; what `pion-grpc export` wrote is imported "
+            "without --data, by a running server"
+        )
     # Inside, because a directory that something is mounted on cannot be renamed.
     scratch = directory / "unfinished-import"
     try:
@@ -115,7 +122,8 @@ def restore_store_snapshot(snapshot: Path, directory: Path) -> None:
             if is_new and not any(directory.iterdir()):
                 directory.rmdir()
     except (tarfile.TarError, OSError) as error:
-        raise CannotStart(f"{snapshot} was not restored: {error}") from error
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise CannotStart(f"{snapshot} was not restored to {directory}: {problem}") from error
 
 
 def _unpack(snapshot: Path, scratch: Path) -> None:

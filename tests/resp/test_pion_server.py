@@ -132,6 +132,10 @@ def test_nothing_acknowledged_is_lost_in_a_crash_and_the_log_says_so(
         (["--requirepass-file", "/nonexistent"], "/nonexistent"),
         (["--requirepass-file", "/dev/null"], "empty"),
         (["--bind", "not-an-address"], "not-an-address"),
+        (["--bind", "not an address"], "--bind"),
+        (["--port", "70000"], "--port"),
+        (["--data", "/dev/null"], "data directory /dev/null"),
+        (["--data", "/dev/null/none"], "data directory /dev/null/none"),
         (["-w", "4"], "--independent-workers"),
         (["-w", "2", "--independent-workers", "--metal-attention"], "one owner"),
         (["-w", "2", "--independent-workers", "--metal-attention-fp16"], "one owner"),
@@ -152,6 +156,7 @@ def test_what_it_does_not_understand_keeps_it_from_starting(
     assert done.returncode != 0
     assert "FATAL" in done.stderr
     assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_busy_port_is_named(start: Callable[..., PionServer], short_tmp: Path) -> None:

@@ -156,7 +156,7 @@ def test_port_0_is_answered_with_the_real_one(start_server) -> None:
 def test_a_busy_port_refuses_to_start(start_server, short_tmp: Path) -> None:
     first = start_server(listen="127.0.0.1:0")
     output = cannot_start(start_server, directory=short_tmp / "other", listen=first.address)
-    assert f"{first.address}: is another server there?" in output
+    assert f"{first.address}: another program listens there" in output
     with Wire(first.address) as wire:
         assert wire.names() == []
 
@@ -164,7 +164,13 @@ def test_a_busy_port_refuses_to_start(start_server, short_tmp: Path) -> None:
 def test_an_address_that_is_not_there_is_not_taken_for_another_server(start_server) -> None:
     output = cannot_start(start_server, "--insecure-bind", listen="192.0.2.1:50051")
     assert "192.0.2.1:50051: this machine does not have that address" in output
-    assert "another server" not in output
+    assert "another" not in output
+
+
+def test_a_name_that_nobody_knows_is_not_taken_for_another_server(start_server) -> None:
+    for more in ([], ["--workers", "2"]):
+        output = cannot_start(start_server, "--insecure-bind", *more, listen="host.invalid:0")
+        assert "host.invalid:0: this machine does not know that name" in output
 
 
 def test_a_busy_socket_is_not_taken_away(start_server, short_tmp: Path) -> None:
@@ -186,7 +192,8 @@ def test_a_dead_servers_socket_is_no_obstacle(start_server) -> None:
 def test_a_file_in_the_place_of_the_socket_is_not_removed(start_server, short_tmp: Path) -> None:
     path = short_tmp / "precious"
     path.write_text("do not remove")
-    cannot_start(start_server, listen=f"unix:{path}")
+    assert "no socket" in cannot_start(start_server, listen=f"unix:{path}")
+    assert "no socket" in cannot_start(start_server, "--resp", f"unix:{path}")
     assert path.read_text() == "do not remove"
 
 

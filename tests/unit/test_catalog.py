@@ -17,6 +17,7 @@ from pion_grpc.storage.catalog import (
     Catalog,
     DamagedCatalogue,
     NewPrefix,
+    OtherCatalogue,
     Transaction,
     unix_ms,
 )
@@ -148,6 +149,31 @@ def test_a_lock_that_is_never_given_is_told_as_that(
         opened.close()
 
 
+def test_a_catalogue_that_can_no_longer_be_opened_is_told_as_that(path: Path) -> None:
+    moved = path.parent / "mounted"
+    moved.mkdir()
+    catalog = Catalog(moved / path.name)
+    catalog.close()
+    moved.rename(path.parent / "elsewhere")
+    for what in ("read", "written"):
+        asked = catalog.read() if what == "read" else catalog.write()
+        with (
+            pytest.raises(DiskFull, match=f"the catalogue cannot be {what}: unable to open"),
+            asked,
+        ):
+            pass
+
+
+def test_a_text_that_is_none_is_damage(path: Path) -> None:
+    catalog = Catalog(path)
+    insert(catalog, "p")
+    with catalog.write() as transaction:
+        transaction.run("UPDATE prefix SET model_id = CAST(X'ff' AS TEXT)", ())
+    with pytest.raises(DamagedCatalogue, match="utf-8"), catalog.read() as transaction:
+        transaction.by_name("t", "p")
+    catalog.close()
+
+
 def test_an_empty_file_is_an_empty_catalogue(path: Path) -> None:
     path.touch()
     catalog = Catalog(path)
@@ -157,7 +183,7 @@ def test_an_empty_file_is_an_empty_catalogue(path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CannotStart, match="cannot open"):
+    with pytest.raises(CannotStart, match=r"cannot open.* see who may read and write it"):
         Catalog(tmp_path / "absent" / "catalog.db")
 
 
@@ -212,6 +238,45 @@ def test_a_migration_that_fails_changes_nothing(path: Path) -> None:
     with again.read() as transaction:
         assert transaction.by_name("t", "kept") is not None
     again.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (
+            "ALTER TABLE prefix RENAME COLUMN base TO foundation",
+            "without prefix.base, with prefix.f",
+        ),
+        ("ALTER TABLE prefix ADD COLUMN colour TEXT", "with prefix.colour"),
+        ("DROP TABLE row_snapshot", "without row_snapshot"),
+        ("DROP TRIGGER prefix_resized", "without prefix_resized"),
+        ("DROP INDEX prefix_name", "without prefix_name"),
+        (
+            "CREATE TABLE another (a, b, c, d, e)",
+            "with another.a, with another.b, with another.c, and 2",
+        ),
+    ],
+)
+def test_a_catalogue_from_between_two_releases_is_refused_and_left_as_it_is(
+    path: Path, change: str, difference: str
+) -> None:
+    catalog = Catalog(path)
+    insert(catalog, "p")
+    catalog.close()
+    before = other_database(path, change)
+    with pytest.raises(OtherCatalogue) as caught:
+        Catalog(path)
+    assert difference in str(caught.value)
+    assert f"`pion-grpc rebuild --data {path.parent}`" in str(caught.value)
+    assert path.read_bytes() == before
+
+
+def test_what_sqlite_makes_for_itself_is_no_difference(path: Path) -> None:
+    catalog = Catalog(path)
+    insert(catalog, "p")
+    catalog.close()
+    other_database(path, "ANALYZE")
+    Catalog(path).close()
 
 
 def test_the_version_is_that_of_the_last_migration() -> None:

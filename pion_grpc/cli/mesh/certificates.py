@@ -66,7 +66,11 @@ def authority_in(directory: Path, mesh: Mesh) -> Authority:
         authority = Authority(x509.load_pem_x509_certificate(cert.read_bytes()), _of_curve(loaded))
         if authority.certificate.public_key() != authority.key.public_key():
             raise ValueError("ca.key is another certificate's")
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
+        raise CommandFailed(
+            f"{error.filename} cannot be read: {error.strerror}", reason="INVALID"
+        ) from error
+    except (ValueError, TypeError) as error:
         raise CommandFailed(f"{directory} holds no authority: {error}", reason="INVALID") from error
     return authority
 

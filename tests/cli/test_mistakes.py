@@ -1,0 +1,99 @@
+"""What a person gets wrong is answered with one sentence that says what, and never with a traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import apsw
+import pytest
+
+from pion_client import Client
+from tests.cli.conftest import Run, store
+
+
+def complaint(ran) -> str:
+    """The one line that a command that failed has said."""
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith("pion-grpc: ")
+    assert ran.err.count("\n") == 1
+    assert "[Errno" not in ran.err
+    return ran.err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("import none", "none cannot be opened: No such file"),
+        ("import none --data new", "none cannot be opened: No such file"),
+        ("import text --data new", "text is not a snapshot of a store"),
+        ("import text", "text is not what `pion-grpc export` wrote"),
+        ("import loop", "loop cannot be opened: Too many levels of symbolic links"),
+        ("export name none/file", "none is not a directory"),
+        ("ls --password-file none", "--password-file: none cannot be read: No such file"),
+        ("ls --password-file bytes", "--password-file: bytes is no text"),
+        ("verify --data none", "none is not a data directory"),
+        ("verify --data text", "text is not a data directory"),
+        ("rebuild --data none", "none is not a data directory"),
+        ("rebuild --data text", "text is not a data directory"),
+        ("serve --password-file none", "the password file none cannot be read: No such file"),
+        ("serve --password-file bytes", "the password file bytes is no text"),
+        ("mesh render none --out new", "none: No such file"),
+        ("mesh render text --out new", "text: "),
+    ],
+)
+def test_what_is_not_there_or_not_right_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("what a person wrote, and no program\n")
+    Path("bytes").write_bytes(b"\xff\xfe")
+    Path("loop").symlink_to("loop")
+    assert said in complaint(run(*command.split()))
+    assert sorted(os.listdir()) == ["bytes", "loop", "text"]
+
+
+@pytest.mark.parametrize("address", ["host.invalid:50051", "192.0.2.1:1,192.0.2.2:1"])
+def test_nobody_is_told_to_start_a_server_on_another_machine(run: Run, address: str):
+    told = complaint(run("ls", "--address", address, "--timeout", "0.1"))
+    assert f"no server answers at {address}: name another" in told
+
+
+@pytest.mark.parametrize("flags", [["--timeout", "soon"], ["--kv-heads", "few"]])
+def test_a_number_that_is_none_is_not_spoken_of_in_words_of_python(run: Run, flags: list[str]):
+    ran = run("doctor", *flags)
+    assert ran.status == 2
+    assert f"{flags[1]!r} is not a " in ran.err
+    assert "could not convert" not in ran.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a Linux device")
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_disk_that_is_full_of_output_is_no_traceback(server, flags: list[str]):
+    command = [sys.executable, "-m", "pion_grpc", "ls", "--address", server.address, *flags]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "pion-grpc: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_the_catalogue_of_another_version_is_refused_by_every_command(run: Run, start_server):
+    server = start_server()
+    with Client(server.address) as client:
+        store(client, "kept")
+    assert server.stop() == 0
+    connection = apsw.Connection(str(server.directory / "catalog.db"))
+    connection.execute("ALTER TABLE prefix RENAME COLUMN base TO foundation")
+    connection.close()
+    with pytest.raises(RuntimeError) as refused:
+        start_server()
+    for told in (str(refused.value), complaint(run("verify", "--data", server.directory))):
+        assert "has other tables than this version" in told
+        assert "pion-grpc rebuild" in told
+        assert "Traceback" not in told
+    rebuilt = run("rebuild", "--data", server.directory, "--json")
+    assert [prefix["namespace"] for prefix in rebuilt.json["adopted"]] == ["kept"]
+    assert "of another version" in rebuilt.json["catalogue"][0]["problem"]
+    assert run("verify", "--data", server.directory).status == 0
