@@ -18,7 +18,7 @@ import json
 import os
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,6 @@ from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, RowsOutOf
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.pages import disk_errors
-from pion_wire.layout import DType
 
 _HALF = np.dtype("<f2")
 
@@ -178,10 +177,11 @@ def _write_tensor(
     row_bytes = request.head_dim * _HALF.itemsize
     head_bytes = (request.end - request.begin) * row_bytes
     lossless = reading.stored_tensor(layer).codec == "raw"
-    dtype = reading.tensor(layer).dtype
+    # Not the type of the values: what the codec `fp16` keeps of any is handed out as it is.
+    (array,) = reading.tensor(layer).arrays
     row = 0
     for data in reading.rows(layer, request.begin, request.end):
-        halves = _halves(data, dtype, must_be_exact=lossless)
+        halves = _halves(data, array.numpy, must_be_exact=lossless)
         by_head = halves.reshape(-1, request.heads, request.head_dim).transpose(1, 0, 2)
         for head, rows in enumerate(by_head):
             place = offset + head * head_bytes + row * row_bytes
@@ -191,9 +191,9 @@ def _write_tensor(
         row += by_head.shape[1]
 
 
-def _halves(data: memoryview, dtype: DType, *, must_be_exact: bool) -> NDArray[np.float16]:
-    values = np.frombuffer(data, dtype.numpy)
-    if dtype is DType.F16:
+def _halves(data: memoryview, dtype: np.dtype[Any], *, must_be_exact: bool) -> NDArray[np.float16]:
+    values = np.frombuffer(data, dtype)
+    if dtype == _HALF:
         return values
     with np.errstate(all="ignore"):
         halves = values.astype(_HALF)

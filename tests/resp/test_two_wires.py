@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from crc32c import crc32c
+from safetensors import safe_open
 
 from pion_wire import codecs
 from pion_wire.layout import DType, Layout, Side, TensorLayout
@@ -322,6 +323,23 @@ def test_what_binary16_cannot_hold_is_not_exported(rpc: Grpc, wire: Wire) -> Non
     store(rpc, "exported zeros", layout(DType.F32), zeros, tokens(ROWS, 80_000))
     answer = wire("V.EXPORT", "exported zeros_pk", "exported zeros_pv", 0, ROWS, SLOTS, HEADS, DIM)
     assert isinstance(answer, bytes), "these can be held exactly"
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_what_binary16_keeps_of_any_type_is_exported_as_it_is(
+    rpc: Grpc, wire: Wire, dtype: DType
+) -> None:
+    name = f"halves of {dtype.value}"
+    stored = [values(dtype) for _ in range(2 * SLOTS)]
+    tokens_of = tokens(ROWS, 110_000 + list(DType).index(dtype))
+    store(rpc, name, layout(dtype, "fp16"), stored, tokens_of)
+    path = wire("V.EXPORT", f"{name}_pk", f"{name}_pv", 0, ROWS, SLOTS, HEADS, DIM).decode()
+    with safe_open(path, "np") as file:
+        for side in "kv":
+            for slot, rows in enumerate(over_resp(wire, f"{name}_p{side}", "FMT", "NATIVE")):
+                by_head = np.frombuffer(rows, np.float16).reshape(ROWS, HEADS, DIM)
+                expected = by_head.transpose(1, 0, 2)[None]
+                assert np.array_equal(file.get_tensor(f"{side}.{slot}"), expected)
 
 
 def test_each_wire_drops_what_the_other_stored(rpc: Grpc, wire: Wire) -> None:
