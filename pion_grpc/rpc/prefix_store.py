@@ -213,7 +213,7 @@ class PrefixStoreService:
                 layout=layout_to_message(reading.served_layout),
                 rows=types_pb2.RowRange(begin=reading.rows.begin, end=reading.rows.end),
                 total_bytes=reading.total_bytes,
-                token_ids=found.token_ids,
+                token_ids=_all_or_none(found.token_ids, reading.rows),
                 parts=[part_to_message(part) for part in reading.parts],
                 shortened_by=found.shortened_by,
             )
@@ -266,7 +266,7 @@ class PrefixStoreService:
                 )
                 for extent in export.extents
             ],
-            token_ids=export.token_ids,
+            token_ids=_all_or_none(export.token_ids, export.rows),
             lease_id=export.lease_id,
             reason=_cut(export.shortened_by),
             shortened_by=export.shortened_by,
@@ -486,6 +486,11 @@ def _check_count(field: str, values: Sized, limit: int) -> None:
 def _cut(shortened_by: str) -> types_pb2.MissReason.ValueType:
     """Returns why rows end before the prefix does; nothing if no part cut them."""
     return _REASONS[MissReason.PART_MISSING if shortened_by else MissReason.NONE]
+
+
+def _all_or_none(token_ids: bytes, rows: RowRange) -> bytes:
+    """Returns the token ids of rows, or none where some are of unknown tokens: written to a row."""
+    return token_ids if len(token_ids) == 4 * rows.end else b""
 
 
 def _side(value: int) -> Side:

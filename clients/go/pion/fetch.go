@@ -44,7 +44,7 @@ type Prefix struct {
 	Info PrefixInfo
 	// Begin and End are the rows that are here.
 	Begin, End uint64
-	// TokenIDs are those from row 0 to End; none for a prefix stored without.
+	// TokenIDs are those from row 0 to End; none unless all are known.
 	TokenIDs []uint32
 	// Tensors have their Data, unless they were written to an io.Writer; so do Parts.
 	Tensors []Tensor

@@ -1194,8 +1194,8 @@ type PrefixStoreFetchHeader struct {
 	// Bytes of data in all chunks, parts included; also when resuming, where those that came before the
 	// break are not sent again.
 	TotalBytes uint64 `protobuf:"varint,6,opt,name=total_bytes,json=totalBytes,proto3" json:"total_bytes,omitempty"`
-	// The token ids of the streamed rows' whole prefix, from row 0 to rows.end, u32 LE; empty for
-	// prefixes stored without.
+	// The token ids of the streamed rows' whole prefix, from row 0 to rows.end, u32 LE; empty where not
+	// all of them are known: the prefix was stored without, or WriteRows has gone beyond them.
 	TokenIds []byte `protobuf:"bytes,7,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The parts that follow the rows, in order.
 	Parts []*PartInfo `protobuf:"bytes,8,rep,name=parts,proto3" json:"parts,omitempty"`
@@ -1529,7 +1529,7 @@ type PrefixStoreExportResponse struct {
 	// In order of rows, without gaps; parents before their children. Where several files have a part of
 	// the same description, the last one's is meant: a parent's may be of tokens that the child does not have.
 	Extents []*PrefixStoreExportResponse_Extent `protobuf:"bytes,5,rep,name=extents,proto3" json:"extents,omitempty"`
-	// The token ids from row 0 to rows.end, u32 LE.
+	// The token ids from row 0 to rows.end, u32 LE; as in a Fetch.
 	TokenIds []byte `protobuf:"bytes,6,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The lease under which the files stay.
 	LeaseId []byte `protobuf:"bytes,7,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`

@@ -211,7 +211,7 @@ class Prefix:
     namespace: str
     model: str
     packed_token_ids: bytes
-    """The token ids from row 0 to `rows[1]`, u32 LE; empty for prefixes stored without them."""
+    """The token ids from row 0 to `rows[1]`, u32 LE; empty unless all are known."""
     rows: tuple[int, int]
     """Which rows of the prefix these are, half-open."""
     layers: list[tuple[Array, Array]]

@@ -708,8 +708,8 @@ class PrefixStoreFetchHeader(_message.Message):
     break are not sent again.
     """
     token_ids: _builtins.bytes
-    """The token ids of the streamed rows' whole prefix, from row 0 to rows.end, u32 LE; empty for
-    prefixes stored without.
+    """The token ids of the streamed rows' whole prefix, from row 0 to rows.end, u32 LE; empty where not
+    all of them are known: the prefix was stored without, or WriteRows has gone beyond them.
     """
     shortened_by: _builtins.str
     """With PART_MISSING, the first of `part_kinds` that is not at the end of what was asked for."""
@@ -924,7 +924,7 @@ class PrefixStoreExportResponse(_message.Message):
     host_token: _builtins.bytes
     """32 random bytes that prove that both see the same directory."""
     token_ids: _builtins.bytes
-    """The token ids from row 0 to rows.end, u32 LE."""
+    """The token ids from row 0 to rows.end, u32 LE; as in a Fetch."""
     lease_id: _builtins.bytes
     """The lease under which the files stay."""
     reason: _types_pb2.MissReason.ValueType

@@ -16,7 +16,7 @@ public struct Announced: Sendable, Hashable {
     public var end: UInt64
     /// Bytes of all rows and parts.
     public var totalBytes: UInt64
-    /// Those from row 0 to `end`; none for a prefix stored without.
+    /// Those from row 0 to `end`; none unless all are known.
     public var tokenIDs: [UInt32]
     public var parts: [PartInfo]
 
