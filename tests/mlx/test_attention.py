@@ -872,10 +872,10 @@ def test_a_forward_pass_over_rows_at_hand_evaluates_nothing(client, model, tmp_p
     with begun(model, client) as prompt_cache:
         cache = make_pion_prompt_cache(model, "prefix", prompt_cache, len(IDS), sparse)
         mx.eval(model(mx.array([QUESTION]), cache=cache))
-        logits = model(poison, cache=cache)
+        model(poison, cache=cache)
         assert prompt_cache.stats()["lane"] == "in-process"
-        with pytest.raises(RuntimeError):
-            mx.eval(logits)
+    with pytest.raises(RuntimeError):
+        mx.eval(poison)  # alone: what is computed from such ids may be read from anywhere
 
 
 def test_enough_blocks_are_everything(client, lane, model):
