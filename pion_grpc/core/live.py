@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pion_grpc.core.declaration import Declaration
 from pion_grpc.core.gaps import written_rows
@@ -19,6 +20,7 @@ from pion_grpc.core.reading import (
     Reading,
     own_row_counts,
     parts_of,
+    sealed_row_counts,
 )
 from pion_grpc.core.values import (
     Durability,
@@ -308,93 +310,123 @@ def is_mostly_gaps(row: PrefixRow) -> bool:
     return size > 2 * row.disk_bytes + GAP_BYTES_SEALED
 
 
+class _Sealing(NamedTuple):
+    """A live prefix as it was when its segment was planned."""
+
+    chain: list[PrefixRow]
+    extents: list[ExtentRow]
+    token_ids: bytes
+    segment: SegmentLayout
+    reservation: int
+
+    @property
+    def row(self) -> PrefixRow:
+        """The prefix itself."""
+        return self.chain[-1]
+
+
 def seal(workshop: Workshop, row: PrefixRow) -> bool:
     """Writes a live prefix as a segment; False if somebody was writing to it."""
     workshop.recovery.make_sound(row.tenant, row.namespace)
-    with workshop.catalog.write() as transaction:
-        now = transaction.by_id(row.id)
-        if (
-            now is None
-            or not now.visible
-            or now.state != "live"
-            or Accounts(transaction).is_reserved(row.id)
-        ):
-            return False
-        row = now
-        chain = transaction.chain(row)
-        extents = Extents(transaction).of(row.id)
-        token_ids = MatchIndex(transaction).token_ids(row.id)
-        parent = chain[-2].namespace if len(chain) > 1 else ""
-        counts = own_row_counts(row)
-        segment = SegmentLayout(
-            layout=Layout.from_json(row.layout),
-            row_counts=counts,
-            token_count=len(token_ids) // 4,
-            model_id=row.model_id,
-            base=row.base,
-            parent=parent,
-            parts=parts_of(row),
-            namespace=row.namespace,
-        )
-        reservation = workshop.space.reserve(transaction, row.tenant, segment.file_bytes, row.id)
+    plan = _plan_segment(workshop, row.id)
+    if plan is None:
+        return False
     workshop.space.sweep()
-    name = f"segments/{workshop.directory.instance}-{row.id}-{reservation}.safetensors"
-    writer, sealed = None, False
+    name = f"segments/{workshop.directory.instance}-{row.id}-{plan.reservation}.safetensors"
+    sealed = False
     try:
-        writer = SegmentWriter(workshop.files, workshop.directory.resolve(name), segment)
-        query = FetchQuery(row.namespace)
-        whole = RowRange(row.base, row.base + max(counts, default=0))
-        reading = Reading(workshop.directory, chain, extents, query, whole)
-        with contextlib.closing(reading):
-            for piece in reading.stream_own(row.base, counts):
-                writer.write(piece)
-        writer.write(token_ids)
-        writer.finish(on_disk=True)
-        sync_prefixes(workshop, [link for link in chain[:-1] if link.boot is not None])
-        with workshop.catalog.write(on_disk=True) as transaction:
-            Accounts(transaction).release(reservation)
-            now = transaction.by_id(row.id)
-            untouched = now is not None and (now.generation, now.row_counts) == (
-                row.generation,
-                row.row_counts,
-            )
-            if not untouched or Accounts(transaction).is_reserved(row.id):
-                workshop.space.collect(transaction, row.id)
-                return False
-            old = [file for file in Extents(transaction).files(row.id) if file]
-            old += [row.file] if row.file else []
-            for index, file in enumerate(old):
-                Accounts(transaction).add_garbage(file, 0 if index else row.disk_bytes)
-            Extents(transaction).replace(row.id, [])
-            uniform = len(set(counts)) <= 1
-            transaction.update(
-                row.id,
-                state="sealed",
-                file=name,
-                file_tokens=segment.token_count,
-                file_layout=None,
-                file_row_counts="",
-                row_counts="" if uniform else json.dumps(list(counts)),
-                disk_bytes=segment.file_bytes,
-                durability=Durability.DISK.value,
-                boot=None,
-            )
-            for side in Side:
-                sizes = (
-                    count * tensor.row_bytes
-                    for tensor, count in zip(segment.layout.tensors, counts, strict=True)
-                    if tensor.side is side
-                )
-                Sides(transaction).sealed(row.id, side.value, sum(sizes))
-        sealed = True
+        _write_segment(workshop, plan, name)
+        sync_prefixes(workshop, [link for link in plan.chain[:-1] if link.boot is not None])
+        sealed = _publish_segment(workshop, plan, name)
     except CorruptPrefix as error:
         workshop.space.take_out(error)
         raise
     finally:
         if not sealed:
-            if writer is not None:
-                writer.abandon()
             workshop.files.unlink(workshop.directory.resolve(name))
-            workshop.space.end_reservation(reservation, row.id)
+            workshop.space.end_reservation(plan.reservation, row.id)
     workshop.space.sweep()
+    return sealed
+
+
+def _plan_segment(workshop: Workshop, prefix: int) -> _Sealing | None:
+    """Reserves the bytes of a segment; None if the prefix is not to be sealed now."""
+    with workshop.catalog.write() as transaction:
+        row = transaction.by_id(prefix)
+        if (
+            row is None
+            or not row.visible
+            or row.state != "live"
+            or Accounts(transaction).is_reserved(row.id)
+        ):
+            return None
+        chain = transaction.chain(row)
+        token_ids = MatchIndex(transaction).token_ids(row.id)
+        segment = SegmentLayout(
+            layout=Layout.from_json(row.layout),
+            row_counts=own_row_counts(row),
+            token_count=len(token_ids) // 4,
+            model_id=row.model_id,
+            base=row.base,
+            parent=chain[-2].namespace if len(chain) > 1 else "",
+            parts=parts_of(row),
+            namespace=row.namespace,
+        )
+        reservation = workshop.space.reserve(transaction, row.tenant, segment.file_bytes, row.id)
+        return _Sealing(chain, Extents(transaction).of(row.id), token_ids, segment, reservation)
+
+
+def _write_segment(workshop: Workshop, plan: _Sealing, name: str) -> None:
+    """Copies the rows, page by page against their checksums, to stable storage."""
+    row, counts = plan.row, plan.segment.row_counts
+    writer = SegmentWriter(workshop.files, workshop.directory.resolve(name), plan.segment)
+    try:
+        whole = RowRange(row.base, row.base + max(counts, default=0))
+        query = FetchQuery(row.namespace)
+        reading = Reading(workshop.directory, plan.chain, plan.extents, query, whole)
+        with contextlib.closing(reading):
+            for piece in reading.stream_own(row.base, counts):
+                writer.write(piece)
+        writer.write(plan.token_ids)
+        writer.finish(on_disk=True)
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _publish_segment(workshop: Workshop, plan: _Sealing, name: str) -> bool:
+    """Puts the segment in the place of the rows; False if these have changed meanwhile."""
+    row, segment = plan.row, plan.segment
+    with workshop.catalog.write(on_disk=True) as transaction:
+        Accounts(transaction).release(plan.reservation)
+        now = transaction.by_id(row.id)
+        seen = row.generation, row.row_counts
+        untouched = now is not None and (now.generation, now.row_counts) == seen
+        if not untouched or Accounts(transaction).is_reserved(row.id):
+            workshop.space.collect(transaction, row.id)
+            return False
+        old = [file for file in Extents(transaction).files(row.id) if file]
+        old += [row.file] if row.file else []
+        for index, file in enumerate(old):
+            Accounts(transaction).add_garbage(file, 0 if index else row.disk_bytes)
+        Extents(transaction).replace(row.id, [])
+        transaction.update(
+            row.id,
+            state="sealed",
+            file=name,
+            file_tokens=segment.token_count,
+            file_layout=None,
+            file_row_counts="",
+            row_counts=sealed_row_counts(segment.row_counts),
+            disk_bytes=segment.file_bytes,
+            durability=Durability.DISK.value,
+            boot=None,
+        )
+        for side in Side:
+            sizes = (
+                count * tensor.row_bytes
+                for tensor, count in zip(segment.layout.tensors, segment.row_counts, strict=True)
+                if tensor.side is side
+            )
+            Sides(transaction).sealed(row.id, side.value, sum(sizes))
     return True

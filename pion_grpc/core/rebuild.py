@@ -32,7 +32,7 @@ from typing import NamedTuple
 from pion_grpc.core.access import TENANT_NAME
 from pion_grpc.core.checkup import PageReader, Progress
 from pion_grpc.core.indexing import leave_index
-from pion_grpc.core.reading import own_row_counts
+from pion_grpc.core.reading import own_row_counts, sealed_row_counts
 from pion_grpc.core.storing import SegmentFile, extends, name_segment
 from pion_grpc.core.values import Durability, check_model_id, check_namespace
 from pion_grpc.errors import (
@@ -343,8 +343,7 @@ class _Rebuild:
                 durability=Durability.DISK.value,
             )
         )
-        if len(set(counts)) > 1:
-            transaction.update(identity, row_counts=json.dumps(list(counts)))
+        transaction.update(identity, row_counts=sealed_row_counts(counts))
         row = transaction.by_id(identity)
         assert row is not None, "it was inserted"
         name_segment(transaction, row, file)

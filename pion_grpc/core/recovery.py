@@ -11,7 +11,13 @@ import json
 
 from pion_grpc.core.gaps import written_rows
 from pion_grpc.core.indexing import keep_tokens
-from pion_grpc.core.reading import CorruptPrefix, naming, own_row_counts, segment_layout
+from pion_grpc.core.reading import (
+    CorruptPrefix,
+    naming,
+    own_row_counts,
+    sealed_row_counts,
+    segment_layout,
+)
 from pion_grpc.core.space import Space
 from pion_grpc.errors import Corrupt
 from pion_grpc.storage.accounts import Accounts
@@ -173,11 +179,10 @@ class Recovery:
         if not kept and prefix.file is None:
             transaction.update(prefix.id, state="registered", row_counts="", disk_bytes=0)
         elif not kept and layout == in_file:
-            even = len(set(counts)) <= 1
             transaction.update(
                 prefix.id,
                 state="sealed",
-                row_counts="" if even else json.dumps(counts),
+                row_counts=sealed_row_counts(counts),
                 file_layout=None,
                 file_row_counts="",
                 disk_bytes=self._directory.resolve(prefix.file or "").stat().st_size,
