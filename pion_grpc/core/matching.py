@@ -148,7 +148,8 @@ def _served(
     matched = min(matched, prefix.token_count)
     if not kinds:
         return Served(prefix, matched, matched, "")
-    parts = chain_parts(transaction.chain(prefix))
+    known = MatchIndex(transaction).token_count(prefix.id)
+    parts = chain_parts(transaction.chain(prefix), known)
     return Served(prefix, matched, *cut_to_parts(parts, kinds, matched))
 
 

@@ -130,7 +130,7 @@ def prefix_info(
         fidelity=row.fidelity,
         created_unix_ms=row.created_unix_ms,
         durability=Durability.DISK if row.boot is None else Durability.PROCESS,
-        parts=chain_parts(chain),
+        parts=chain_parts(chain, MatchIndex(transaction).token_count(row.id)),
         prefill_ms=row.prefill_ms,
     )
 

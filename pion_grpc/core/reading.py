@@ -13,7 +13,7 @@ import bisect
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,21 +127,21 @@ def own_row_counts(prefix: PrefixRow) -> tuple[int, ...]:
     return (prefix.token_count - prefix.base,) * tensors
 
 
-def sealed_row_counts(counts: Sequence[int]) -> str:
-    """Returns a sealed prefix's rows by tensor, as the catalogue keeps them: empty if all are alike."""
-    return json.dumps(list(counts)) if len(set(counts)) > 1 else ""
-
-
 def parts_of(prefix: PrefixRow) -> tuple[PartInfo, ...]:
     """Returns the parts that are in a prefix's own segment."""
     return tuple(PartInfo(*part) for part in json.loads(prefix.parts))
 
 
-def chain_parts(chain: list[PrefixRow]) -> tuple[PartInfo, ...]:
-    """Returns the parts that belong to a chain: of a parent, those of tokens that its child shares."""
+def chain_parts(chain: list[PrefixRow], token_count: int) -> tuple[PartInfo, ...]:
+    """Returns the parts that belong to the first tokens of a chain.
+
+    Of a parent, those of tokens that its child shares; of the last prefix, those of `token_count`
+    tokens: where rows have been overwritten, parts are no longer what comes after them.
+    """
+    counts = [*(child.base for child in chain[1:]), token_count]
     return tuple(
         part
-        for prefix, end in zip(chain, ends(chain), strict=True)
+        for prefix, end in zip(chain, counts, strict=True)
         for part in parts_of(prefix)
         if part.boundary_tokens <= end
     )

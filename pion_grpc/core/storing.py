@@ -281,7 +281,7 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> PrefixU
 
 def _check_parts(parents: list[PrefixRow], header: StoreHeader, base: int) -> None:
     """Raises InvalidRequest if a prefix could not be described with the parts of its parents."""
-    inherited = [part for part in chain_parts(parents) if part.boundary_tokens <= base]
+    inherited = chain_parts(parents, base)
     own = {(part.kind, part.slot, part.boundary_tokens) for part in header.parts}
     for part in inherited:
         if (part.kind, part.slot, part.boundary_tokens) in own:
@@ -361,7 +361,8 @@ def _missing_part(
     transaction: Transaction, existing: PrefixRow, header: StoreHeader
 ) -> PartInfo | None:
     """Returns a part that a request brings and a stored prefix does not have."""
-    stored = set(chain_parts(transaction.chain(existing))) if header.parts else set()
+    count = header.token_count
+    stored = set(chain_parts(transaction.chain(existing), count)) if header.parts else set()
     return next((part for part in header.parts if part not in stored), None)
 
 

@@ -96,6 +96,13 @@ class MatchIndex:
         rows = self._transaction.all("SELECT token_ids FROM tokens WHERE prefix = ?", (prefix,))
         return bytes(rows[0][0]) if rows else b""
 
+    def token_count(self, prefix: int) -> int:
+        """Returns how many token ids a prefix has, without reading them."""
+        rows = self._transaction.all(
+            "SELECT length(token_ids) FROM tokens WHERE prefix = ?", (prefix,)
+        )
+        return int(rows[0][0]) // 4 if rows else 0
+
     def set_token_ids(self, prefix: int, token_ids: bytes) -> None:
         """Sets the token ids of a prefix; none forgets them."""
         if token_ids:

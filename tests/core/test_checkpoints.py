@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from pion_grpc.core.checkup import check_directory
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.rebuild import rebuild
-from pion_grpc.core.values import Durability, FetchQuery, RowRange
+from pion_grpc.core.values import Durability, FetchQuery, LookupResult, MissReason, RowRange
 from pion_grpc.errors import InvalidRequest
 from pion_wire.blocks import BLOCK_TOKENS, common_tokens, pack_token_ids
+from pion_wire.layout import Side
 from tests.core.support import (
     SMALL,
     TENANT,
@@ -26,6 +27,7 @@ from tests.core.support import (
     directory_bytes,
     drain,
     layout,
+    look,
     matched,
     opened,
     part,
@@ -254,6 +256,26 @@ def test_rows_written_behind_a_checkpoint_are_its_own(store: PrefixStore) -> Non
         assert_state(store, "c", FULL, 60, "c")
         assert_truth(store, "p", FULL[:800])
         store.save(TENANT, ["c"])
+
+
+def test_a_part_behind_rows_that_have_changed_is_gone(store: PrefixStore) -> None:
+    put_state(store, "p", FULL[:800], (100, 200))
+    for side in Side:
+        write(store, "p", 150, b"x" * 16 * 50, side=side)
+    for _ in range(2):
+        info = look(store, "p").prefix
+        assert info is not None
+        assert [p.boundary_tokens for p in info.parts] == [100]
+        named = FetchQuery("p", rows=RowRange(0, 200), part_kinds=("state",))
+        missed = store.fetch(TENANT, named)
+        assert isinstance(missed, LookupResult)
+        assert missed.reason is MissReason.PART_MISSING
+        fetch = opened(store, FetchQuery("p", part_kinds=("state",)))
+        assert fetch is not None
+        assert (fetch.reading.rows.end, fetch.shortened_by) == (100, "state")
+        drain(store, fetch)
+        assert_state(store, "p", FULL, 100, "p")
+        store.save(TENANT, ["p"])
 
 
 # Anything in any order
