@@ -370,6 +370,22 @@ def test_live_rows_are_streamed_until_they_are_sealed(
     local.sync()
 
 
+def test_rows_written_behind_the_tokens_are_not_out_of_reach(
+    local: Client, remote: Client, name: str
+) -> None:
+    layers = random_layers(29, 60, slots=1)
+    local.store(name, layers=cut_rows(layers, 0, 50), token_ids=tokens(50), model=MODEL)
+    for side, rows in zip(Side, layers[0], strict=True):
+        local.write_rows(name, slot=0, side=side, first_row=50, rows=rows[:, 50:])
+    for _ in range(2):
+        for client in (local, remote):
+            whole = present(client.fetch(name))
+            assert_same(whole.layers, layers)
+            assert whole.token_ids == [], "those of ten rows are not known"
+            assert present(client.fetch(name, rows=(0, 50))).token_ids == tokens(50)
+        local.save(name)
+
+
 def test_scattered_rows_come_in_the_order_asked(local: Client, name: str) -> None:
     layers = random_layers(24, 1_000, slots=1, heads=4, dim=64)
     local.store(name, layers=layers, token_ids=tokens(1_000), model=MODEL)
