@@ -9,5 +9,5 @@ def test_no_lane_answers_otherwise_than_the_computation_it_is_held_against(tmp_p
     measured, failed = command.run([entry], tmp_path / "r.json", quick=True, workload=Workload())
     results = measured.rows[0].results
     assert not failed, results[0].note
-    assert len(results) == 13
+    assert len(results) == 15
     assert all(result.figure for result in results)

@@ -97,12 +97,12 @@ def bulk(context: Context) -> list[Result]:
     """What residency saves (K and V sent once, many queries at once, few blocks of many), and its
     price."""
     with _attending(context) as (_, client):
-        return [
-            _sent_once(context, client),
-            _at_once(context, client),
-            _few_blocks(context, client),
-            *_made_resident(context, client),
+        results = [
+            measure(context, client, dim)
+            for measure in (_sent_once, _at_once, _few_blocks)
+            for dim in DIMS
         ]
+        return [*results, *_made_resident(context, client)]
 
 
 def backends(context: Context) -> list[Result]:
@@ -192,8 +192,8 @@ def _while_storing(context: Context, server: Server, client: Client) -> Result:
 # Of `bulk`
 
 
-def _sent_once(context: Context, client: Client) -> Result:
-    entry = entry_of(ROWS, 64)
+def _sent_once(context: Context, client: Client, dim: int) -> Result:
+    entry = entry_of(ROWS, dim)
 
     def store() -> None:
         client.attend_store("bench", 0, entry.k, entry.v)
@@ -220,8 +220,8 @@ def _sent_once(context: Context, client: Client) -> Result:
     )
 
 
-def _at_once(context: Context, client: Client) -> Result:
-    entry = entry_of(ROWS, 64, queries=BATCH)
+def _at_once(context: Context, client: Client, dim: int) -> Result:
+    entry = entry_of(ROWS, dim, queries=BATCH)
     client.attend_store("bench", 0, entry.k, entry.v)
     single = [np.ascontiguousarray(entry.q[:, n : n + 1]) for n in range(BATCH)]
     apart = [client.attend_query("bench", 0, q) for q in single]
@@ -242,8 +242,8 @@ def _at_once(context: Context, client: Client) -> Result:
     )
 
 
-def _few_blocks(context: Context, client: Client) -> Result:
-    entry = entry_of(LONG_ROWS, 64)
+def _few_blocks(context: Context, client: Client, dim: int) -> Result:
+    entry = entry_of(LONG_ROWS, dim)
     client.attend_store("long", 0, entry.k, entry.v)
     samples = context.interleaved(
         {

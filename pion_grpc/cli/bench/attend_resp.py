@@ -46,10 +46,10 @@ def calls(context: Context) -> list[Result]:
     with _attending(context) as (address, resp, lane):
         results = []
         for dim in DIMS:
-            results += _beyond(context, resp, lane, entry_of(ROWS, dim))
-        entry = entry_of(ROWS, 64)
-        results += _sent_once(context, resp, entry)
-        return [*results, _while_storing(context, address, resp, entry)]
+            entry = entry_of(ROWS, dim)
+            results += _beyond(context, resp, lane, entry)
+            results += _sent_once(context, resp, entry)
+        return [*results, _while_storing(context, address, resp, entry_of(ROWS, DIMS[0]))]
 
 
 def first_token(context: Context) -> list[Result]:
@@ -215,6 +215,7 @@ def _while_storing(context: Context, address: str, resp: _Resp, entry: Entry) ->
             for _ in range(uploads):
                 other.store(large, "large")
 
+    resp.store(entry)
     what = f"query {entry.shape_text}, RESP"
     return while_storing(context, what, partial(resp.query, entry), store)
 
