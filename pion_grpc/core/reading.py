@@ -13,7 +13,7 @@ import bisect
 import functools
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,6 +125,11 @@ def own_row_counts(prefix: PrefixRow) -> tuple[int, ...]:
         return tuple(json.loads(prefix.row_counts))
     tensors = len(Layout.from_json(prefix.layout).tensors)
     return (prefix.token_count - prefix.base,) * tensors
+
+
+def sealed_row_counts(counts: Sequence[int]) -> str:
+    """Returns a sealed prefix's rows by tensor, as the catalogue keeps them: empty if all are alike."""
+    return json.dumps(list(counts)) if len(set(counts)) > 1 else ""
 
 
 def parts_of(prefix: PrefixRow) -> tuple[PartInfo, ...]:
