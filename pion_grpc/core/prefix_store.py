@@ -27,7 +27,6 @@ from pion_grpc.core.row_snapshots import RowSnapshots
 from pion_grpc.core.space import Space
 from pion_grpc.core.storing import PrefixUpload, begin_store
 from pion_grpc.core.values import (
-    TABLE_HASHES_MAX,
     BlockTable,
     Export,
     FetchQuery,
@@ -41,10 +40,12 @@ from pion_grpc.core.values import (
     Stored,
     StoreHeader,
     WriteRowsHeader,
+    check_hashes,
     check_lease,
     check_model_id,
     check_names,
     check_namespace,
+    check_number,
     check_prefill,
     check_slots,
 )
@@ -209,8 +210,7 @@ class PrefixStore:
         self, tenant: str, *, prefix: str = "", after: str = "", count: int = 100
     ) -> list[PrefixInfo]:
         """Returns visible prefixes by name, those that follow `after`."""
-        if not 1 <= count <= limits.NAMES_MAX:
-            raise InvalidRequest("page_size", f"{count} is outside 1..{limits.NAMES_MAX}")
+        check_number("page_size", count, limits.NAMES_MAX, least=1)
         with self._catalog.read() as transaction:
             rows = transaction.page(tenant, prefix, after, count)
             return [prefix_info(transaction, row) for row in rows]
@@ -231,11 +231,7 @@ class PrefixStore:
 
         None if the prefix is unknown or has no table.
         """
-        if len(probes) % 8 or len(probes) > 8 * TABLE_HASHES_MAX:
-            raise InvalidRequest(
-                "hashes",
-                f"{len(probes)} bytes are not at most {TABLE_HASHES_MAX} hashes of 8 bytes",
-            )
+        check_hashes("hashes", probes)
         table = self.block_table(tenant, namespace)
         if table is None or not table.hashes:
             return None
@@ -458,8 +454,7 @@ class PrefixStore:
         tokens = query.restored_tokens
         if tokens is None:
             tokens = result.prefix.token_count
-        seconds = (query.restored_prefill_ms or 0.0) / 1_000
-        self.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
+        self.ledger.restored(Restore.reported(tokens, query.restored_prefill_ms))
 
     def _scattered(self, reading: Reading, rows: Sequence[int]) -> Iterator[bytes]:
         per_chunk = max(1, limits.CHUNK_BYTES_MAX // max(reading.served_layout.row_bytes, 1))

@@ -76,6 +76,12 @@ class Restore(NamedTuple):
     measured_seconds: float
     estimated_tokens: int
 
+    @classmethod
+    def reported(cls, tokens: int, prefill_ms: float | None) -> "Restore":
+        """Returns what a client says that it restored, in a prefill time that it measured or did not."""
+        seconds = (prefill_ms or 0.0) / 1_000
+        return cls(tokens, seconds, 0 if seconds else tokens)
+
 
 NO_RESTORE = Restore(0, 0.0, 0)
 """Bytes were handed out that save no prefill."""

@@ -91,7 +91,7 @@ class Sessions:
         """
         check_namespace(namespace)
         check_prefill(prefill_ms)
-        self._store.space.check_declared(len(table.hashes) if table is not None else 0)
+        self._workshop.space.check_declared(len(table.hashes) if table is not None else 0)
         with self._catalog.write() as transaction:
             row = self._found_or_new(transaction, tenant, namespace)
             existing = _sides(transaction, row)
@@ -179,8 +179,7 @@ class Sessions:
                 tokens = _first_layer_rows(row)
                 if prefill_ms is None:
                     prefill_ms = row.prefill_ms
-            seconds = (prefill_ms or 0.0) / 1_000
-            self._store.ledger.restored(Restore(tokens, seconds, 0 if seconds else tokens))
+            self._store.ledger.restored(Restore.reported(tokens, prefill_ms))
         return hit
 
     def _vouched(
@@ -197,7 +196,7 @@ class Sessions:
             if not settle and any(self._workshop.recovery.is_due(link) for link in chain):
                 raise Unsettled(namespace)
             try:
-                if self._store.workshop.recovery.vouch(chain):
+                if self._workshop.recovery.vouch(chain):
                     return row, sides
             except CorruptPrefix as error:
                 if not settle:

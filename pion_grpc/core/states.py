@@ -16,7 +16,14 @@ from pion_grpc.core.blobs import BlobReading, BlobStore, BlobWriter, WrittenBlob
 from pion_grpc.core.exporting import ExportedFile
 from pion_grpc.core.order import PartOrder
 from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.values import Durability, check_layer, check_lease, check_namespace
+from pion_grpc.core.values import (
+    Durability,
+    check_layer,
+    check_lease,
+    check_namespace,
+    check_number,
+    check_text,
+)
 from pion_grpc.errors import GenerationDiffers, InvalidRequest
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import unix_ms
@@ -25,6 +32,9 @@ from pion_wire import limits
 from pion_wire.framing import PartChunk
 from pion_wire.layout import Layout, PartInfo
 from pion_wire.segment import SegmentLayout
+
+NUMBER_MAX = (1 << 62) - 1
+"""What the catalogue keeps, and can add to another, in 64 bits."""
 
 
 class StateInfo(NamedTuple):
@@ -335,18 +345,7 @@ def _info(state: StateRow, size: int) -> StateInfo:
 def _check(session: str, layer: int, info: StateInfo) -> None:
     check_namespace(session, "session")
     check_layer(layer)
-    for field in ("boundary_tokens", "size_bytes"):
-        if getattr(info, field) >= 1 << 62:
-            raise InvalidRequest(f"info.{field}", "is absurd")
-    if len(info.description.encode()) > limits.DESCRIPTION_BYTES_MAX:
-        raise InvalidRequest(
-            "info.description",
-            f"exceeds {limits.DESCRIPTION_BYTES_MAX} bytes",
-            limit=limits.DESCRIPTION_BYTES_MAX,
-        )
-    if len(info.model_id.encode()) > limits.MODEL_ID_BYTES_MAX:
-        raise InvalidRequest(
-            "info.model_id",
-            f"exceeds {limits.MODEL_ID_BYTES_MAX} bytes",
-            limit=limits.MODEL_ID_BYTES_MAX,
-        )
+    check_number("info.boundary_tokens", info.boundary_tokens, NUMBER_MAX)
+    check_number("info.size_bytes", info.size_bytes, NUMBER_MAX)
+    check_text("info.description", info.description, 0, limits.DESCRIPTION_BYTES_MAX)
+    check_text("info.model_id", info.model_id, 0, limits.MODEL_ID_BYTES_MAX)

@@ -20,6 +20,8 @@ TABLE_HASHES_MAX = 1 << 20
 """Hashes in a caller's table, and probes of one question. A transport may allow fewer."""
 RESTORED_TOKENS_MAX = 100_000_000
 """Tokens that one Lookup may credit to the receipt."""
+FIDELITIES_MAX = 16
+"""Fidelities that one Match may accept."""
 
 
 class State(enum.Enum):
@@ -85,15 +87,8 @@ class BlockTable:
     hashes: bytes
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
-            raise InvalidRequest(
-                "table.block_tokens", f"{self.block_tokens} is outside 1..{BLOCK_TOKENS_MAX}"
-            )
-        if len(self.hashes) % 8 or len(self.hashes) > 8 * TABLE_HASHES_MAX:
-            raise InvalidRequest(
-                "table.hashes",
-                f"{len(self.hashes)} bytes are not at most {TABLE_HASHES_MAX} hashes of 8 bytes",
-            )
+        check_number("table.block_tokens", self.block_tokens, BLOCK_TOKENS_MAX, least=1)
+        check_hashes("table.hashes", self.hashes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +107,7 @@ class LookupQuery:
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
         check_token_ids(self.token_ids)
-        if (self.restored_tokens or 0) > RESTORED_TOKENS_MAX:
-            raise InvalidRequest("restored_tokens", f"exceeds {RESTORED_TOKENS_MAX}")
+        check_number("restored_tokens", self.restored_tokens or 0, RESTORED_TOKENS_MAX)
         check_prefill(self.restored_prefill_ms or 0.0)
 
 
@@ -146,8 +140,8 @@ class MatchQuery:
         check_token_ids(self.token_ids)
         if not self.token_ids:
             raise InvalidRequest("token_ids", "required")
-        if len(self.fidelities) > 16:
-            raise InvalidRequest("fidelities", "more than 16")
+        if len(self.fidelities) > FIDELITIES_MAX:
+            raise InvalidRequest("fidelities", f"more than {FIDELITIES_MAX}", limit=FIDELITIES_MAX)
         check_lease(self.lease_ms)
         _check_kinds(self.part_kinds)
 
@@ -202,7 +196,7 @@ class StoreHeader:
             raise InvalidRequest("parent_generation", "there is no parent")
         if self.parent:
             check_namespace(self.parent, "parent_namespace")
-        _check_number("base", self.base, self.token_count)
+        check_number("base", self.base, self.token_count)
         check_prefill(self.prefill_ms)
         _check_parts(self.parts, self.token_count)
 
@@ -341,20 +335,19 @@ class RowsWritten:
 
 def check_namespace(name: str, field: str = "namespace") -> None:
     """Raises InvalidRequest unless `name` is 1 to 200 bytes of UTF-8 without control characters."""
-    _check_text(field, name, 1, limits.NAMESPACE_BYTES_MAX)
+    check_text(field, name, 1, limits.NAMESPACE_BYTES_MAX)
     if any(unicodedata.category(character) == "Cc" for character in name):
         raise InvalidRequest(field, "holds a control character")
 
 
 def check_layer(layer: int) -> None:
     """Raises InvalidRequest unless `layer` is a u32."""
-    if not 0 <= layer <= LAYER_MAX:
-        raise InvalidRequest("layer", f"{layer} is outside 0..{LAYER_MAX}", limit=LAYER_MAX)
+    check_number("layer", layer, LAYER_MAX)
 
 
 def check_model_id(model_id: str) -> None:
     """Raises InvalidRequest unless `model_id` is 1 to 128 bytes."""
-    _check_text("model_id", model_id, 1, limits.MODEL_ID_BYTES_MAX)
+    check_text("model_id", model_id, 1, limits.MODEL_ID_BYTES_MAX)
 
 
 def check_token_ids(token_ids: bytes) -> None:
@@ -369,19 +362,22 @@ def check_token_ids(token_ids: bytes) -> None:
         )
 
 
+def check_hashes(field: str, hashes: bytes) -> None:
+    """Raises InvalidRequest unless `hashes` are u64, and no more than a table may have."""
+    if len(hashes) % 8 or len(hashes) > 8 * TABLE_HASHES_MAX:
+        raise InvalidRequest(
+            field, f"{len(hashes)} bytes are not at most {TABLE_HASHES_MAX} hashes of 8 bytes"
+        )
+
+
 def check_lease(lease_ms: int) -> None:
     """Raises InvalidRequest unless a lease may last so long."""
-    _check_number("lease_ms", lease_ms, limits.LEASE_MS_MAX)
+    check_number("lease_ms", lease_ms, limits.LEASE_MS_MAX)
 
 
 def check_prefill(prefill_ms: float) -> None:
     """Raises InvalidRequest unless it is 0 to a day."""
-    if not 0 <= prefill_ms <= limits.PREFILL_MS_MAX:
-        raise InvalidRequest(
-            "prefill_ms",
-            f"{prefill_ms} is outside 0..{limits.PREFILL_MS_MAX}",
-            limit=limits.PREFILL_MS_MAX,
-        )
+    check_number("prefill_ms", prefill_ms, limits.PREFILL_MS_MAX)
 
 
 def check_slots(wanted: frozenset[int], layout: Layout) -> None:
@@ -391,7 +387,7 @@ def check_slots(wanted: frozenset[int], layout: Layout) -> None:
         raise InvalidRequest("slots", f"the prefix has no slot {min(unknown)}")
 
 
-def check_names(names: "list[str]") -> None:
+def check_names(names: list[str]) -> None:
     """Raises InvalidRequest unless there are at most a thousand valid names."""
     if len(names) > limits.NAMES_MAX:
         raise InvalidRequest(
@@ -399,6 +395,21 @@ def check_names(names: "list[str]") -> None:
         )
     for name in names:
         check_namespace(name, "namespaces")
+
+
+def check_text(field: str, text: str, least: int, most: int) -> None:
+    """Raises InvalidRequest unless `text` has `least` to `most` bytes of UTF-8."""
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if not least <= size <= most:
+        raise InvalidRequest(field, f"{size} bytes long; {least} to {most} are allowed", limit=most)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidRequest(field, "is not UTF-8")
+
+
+def check_number(field: str, number: float, most: int, least: int = 0) -> None:
+    """Raises InvalidRequest unless it is `least` to `most`."""
+    if not least <= number <= most:
+        raise InvalidRequest(field, f"{number} is outside {least}..{most}", limit=most)
 
 
 def _check_parts(parts: tuple[PartInfo, ...], token_count: int) -> None:
@@ -411,33 +422,18 @@ def _check_parts(parts: tuple[PartInfo, ...], token_count: int) -> None:
     for index, part in enumerate(parts):
         where = f"parts[{index}]"
         _check_kind(f"{where}.kind", part.kind)
-        _check_number(f"{where}.slot", part.slot, limits.SLOTS_MAX - 1)
-        _check_number(f"{where}.boundary_tokens", part.boundary_tokens, token_count, least=1)
-        _check_number(f"{where}.size_bytes", part.size_bytes, limits.PART_BYTES_MAX)
-        _check_text(f"{where}.description", part.description, 0, limits.DESCRIPTION_BYTES_MAX)
+        check_number(f"{where}.slot", part.slot, limits.SLOTS_MAX - 1)
+        check_number(f"{where}.boundary_tokens", part.boundary_tokens, token_count, least=1)
+        check_number(f"{where}.size_bytes", part.size_bytes, limits.PART_BYTES_MAX)
+        check_text(f"{where}.description", part.description, 0, limits.DESCRIPTION_BYTES_MAX)
 
 
 def _check_kind(field: str, kind: str) -> None:
     """Raises InvalidRequest unless a part can be of this kind."""
-    _check_text(field, kind, 1, limits.PART_KIND_BYTES_MAX)
+    check_text(field, kind, 1, limits.PART_KIND_BYTES_MAX)
 
 
 def _check_kinds(kinds: tuple[str, ...]) -> None:
     """Raises InvalidRequest unless there can be parts of these kinds."""
     for kind in kinds:
         _check_kind("part_kinds", kind)
-
-
-def _check_text(field: str, text: str, least: int, most: int) -> None:
-    """Raises InvalidRequest unless `text` has `least` to `most` bytes of UTF-8."""
-    size = len(text.encode("utf-8", "surrogatepass"))
-    if not least <= size <= most:
-        raise InvalidRequest(field, f"{size} bytes long; {least} to {most} are allowed", limit=most)
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InvalidRequest(field, "is not UTF-8")
-
-
-def _check_number(field: str, number: int, most: int, least: int = 0) -> None:
-    """Raises InvalidRequest unless it is `least` to `most`."""
-    if not least <= number <= most:
-        raise InvalidRequest(field, f"{number} is outside {least}..{most}", limit=most)
