@@ -18,8 +18,8 @@ from pion_grpc.core.order import RowOrder
 from pion_grpc.core.reading import (
     CorruptPrefix,
     Reading,
+    chain_parts,
     own_row_counts,
-    parts_of,
     sealed_row_counts,
 )
 from pion_grpc.core.values import (
@@ -369,7 +369,7 @@ def _plan_segment(workshop: Workshop, prefix: int) -> _Sealing | None:
             model_id=row.model_id,
             base=row.base,
             parent=chain[-2].namespace if len(chain) > 1 else "",
-            parts=parts_of(row),
+            parts=chain_parts([row], len(token_ids) // 4),
             namespace=row.namespace,
         )
         reservation = workshop.space.reserve(transaction, row.tenant, segment.file_bytes, row.id)
@@ -385,7 +385,7 @@ def _write_segment(workshop: Workshop, plan: _Sealing, name: str) -> None:
         query = FetchQuery(row.namespace)
         reading = Reading(workshop.directory, plan.chain, plan.extents, query, whole)
         with contextlib.closing(reading):
-            for piece in reading.stream_own(row.base, counts):
+            for piece in reading.stream_own(plan.segment):
                 writer.write(piece)
         writer.write(plan.token_ids)
         writer.finish(on_disk=True)
@@ -418,6 +418,7 @@ def _publish_segment(workshop: Workshop, plan: _Sealing, name: str) -> bool:
             file_layout=None,
             file_row_counts="",
             row_counts=sealed_row_counts(segment.row_counts),
+            parts=json.dumps([list(part) for part in segment.parts]),
             disk_bytes=segment.file_bytes,
             durability=Durability.DISK.value,
             boot=None,

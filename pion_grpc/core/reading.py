@@ -192,7 +192,7 @@ class Reading:
         self._runs: list[tuple[CheckedRun, int]] = []
         self._sources: dict[int, list[_Source]] = {index: [] for index in self.tensors}
         self._parts: list[tuple[PartInfo, int, CheckedRun, int]] = []
-        self._own_parts: list[tuple[CheckedRun, int, int]] = []
+        self._own_parts: dict[PartInfo, tuple[CheckedRun, int, int]] = {}
         try:
             parent = ""
             for prefix, end in zip(chain, ends(chain), strict=True):
@@ -250,13 +250,14 @@ class Reading:
         for piece in self._served_array(tensor_index, 0, begin, end):
             yield piece.data
 
-    def stream_own(self, base: int, row_counts: tuple[int, ...]) -> Iterator[memoryview]:
-        """Yields what a new segment with these rows has: the rows from `base` on, then all parts."""
-        for index, count in enumerate(row_counts):
+    def stream_own(self, segment: SegmentLayout) -> Iterator[memoryview]:
+        """Yields what a new segment of the prefix has before its token ids: rows, then parts."""
+        base = segment.base
+        for index, count in enumerate(segment.row_counts):
             for array_index in range(len(self.layout.tensors[index].arrays)):
                 for piece in self._array(index, index, array_index, base, base + count):
                     yield piece.data
-        for run, begin, end in self._own_parts:
+        for run, begin, end in map(self._own_parts.__getitem__, segment.parts):
             with naming(self.chain[-1].id, run.file.path):
                 yield from run.chunks(begin, end, 1)
 
@@ -397,13 +398,12 @@ class Reading:
                     min(prefix.base + counts[tensor], last),
                 ),
             )
-        if prefix is self.chain[-1]:
-            parts = (entries[f"part.{index}"] for index in range(len(segment.parts)))
-            self._own_parts = [(run, entry.begin, entry.end) for entry in parts]
         for part_index, part in enumerate(segment.parts):
+            place = entries[f"part.{part_index}"]
+            if prefix is self.chain[-1]:
+                self._own_parts[part] = run, place.begin, place.end
             if part.kind in query.part_kinds and part.boundary_tokens == self.rows.end <= last:
-                offset = entries[f"part.{part_index}"].begin
-                self._parts.append((part, prefix.id, run, offset))
+                self._parts.append((part, prefix.id, run, place.begin))
 
     def _open_extents(
         self, directory: DataDirectory, prefix: PrefixRow, extents: list[ExtentRow]

@@ -276,6 +276,9 @@ def test_a_part_behind_rows_that_have_changed_is_gone(store: PrefixStore) -> Non
         drain(store, fetch)
         assert_state(store, "p", FULL, 100, "p")
         store.save(TENANT, ["p"])
+    (segment,) = store.directory.segments.iterdir()
+    assert state("p", 100) in segment.read_bytes()
+    assert state("p", 200) not in segment.read_bytes()
 
 
 # Anything in any order
