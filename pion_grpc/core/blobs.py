@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from pion_grpc.core.exporting import ExportedFile, Exports
+from pion_grpc.core.exporting import Exports
+from pion_grpc.core.values import ExportedFile
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import Corrupt
 from pion_grpc.storage.accounts import Accounts
@@ -136,8 +137,9 @@ class BlobStore:
         """Writes and names a value inside its owner's transaction; for values that are computed there.
 
         Raises:
-            DiskFull: it cannot be written.
+            OverBudget, OverQuota, DiskFull: there is no room.
         """
+        reservation = self.workshop.space.reserve(transaction, tenant, len(data))
         file = RowFile(
             self.workshop.files, self.workshop.directory.resolve(name := self.new_name())
         )
@@ -146,6 +148,7 @@ class BlobStore:
             checksums = file.finish(on_disk=False)
         finally:
             file.close()
+        Accounts(transaction).release(reservation)
         return Blobs(transaction).add(tenant, name, len(data), checksums, self.workshop.boot)
 
     def publish(self, transaction: Transaction, written: WrittenBlob) -> int:
@@ -283,10 +286,7 @@ class BlobReading:
             return None
         status = os.fstat(self._run.file.descriptor)
         with self._condemning():
-            exports.check_once(self._blob.file, status, self._run.check)
-        return ExportedFile(
-            self._blob.file, status.st_dev, status.st_ino, status.st_size, self._run.offset
-        )
+            return exports.checked(self._blob.file, status, self._run.offset, self._run.check)
 
     @property
     def id(self) -> int:

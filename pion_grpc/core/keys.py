@@ -7,7 +7,7 @@ Refuses to know whose transaction it is and when it is committed. The one decisi
 collection that has become empty does not exist, whichever operation has emptied it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from pion_grpc.core.blobs import INLINE_BYTES_MAX, BlobStore, WrittenBlob
@@ -36,9 +36,16 @@ class Keys:
     """One tenant's keys inside one transaction."""
 
     def __init__(
-        self, transaction: Transaction, tenant: str, blobs: BlobStore, now_unix_ms: int
+        self,
+        transaction: Transaction,
+        tenant: str,
+        blobs: BlobStore,
+        now_unix_ms: int,
+        make_room: Callable[[int], None] = lambda size: None,
     ) -> None:
         self.now_unix_ms = now_unix_ms
+        self.make_room = make_room
+        """Call it before keys grow by more bytes than a request has; refuses where they do not fit."""
         self._transaction = transaction
         self._table = KeyTable(transaction, tenant, now_unix_ms)
         self._blobs = blobs
@@ -59,6 +66,11 @@ class Keys:
         """Returns a number that changes with every change of a key; 0 if there is none."""
         key = self._table.get(name)
         return key.revision if key else 0
+
+    def inline_bytes(self, name: bytes) -> int:
+        """Returns about how many bytes a copy of a key would add to the database."""
+        key = self._table.get(name)
+        return self._table.inline_bytes(key) if key else 0
 
     def remove(self, names: Iterable[bytes]) -> int:
         """Removes keys; returns how many there were."""
@@ -483,6 +495,8 @@ class Keys:
         if len(value) > STRING_BYTES_MAX:
             raise TooLong("string exceeds maximum allowed size (512MB)")
         key = self._of_kind(name, Kind.STRING)
+        if len(value) <= INLINE_BYTES_MAX:
+            self.make_room(len(value))
         self._put(name, value, key.expires_unix_ms if key else None)
         return len(value)
 

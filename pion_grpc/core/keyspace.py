@@ -19,6 +19,7 @@ from pion_grpc.core.blobs import BlobReading
 from pion_grpc.core.key_values import LargeValue
 from pion_grpc.core.keys import Keys
 from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.space import FREE_BYTES_MAX
 from pion_grpc.errors import OverBudget, OverQuota, PionError
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
@@ -28,6 +29,8 @@ from pion_grpc.storage.keyspace import KeyTable, expired
 BATCH_MAX = 512
 """Pieces of work in one transaction."""
 EXPIRED_AT_ONCE = 1_000
+WRITTEN_TIMES = 4
+"""How often what a key grows by is written, at most: to a table and its index, and both to the log."""
 
 _log = structlog.get_logger()
 
@@ -77,7 +80,15 @@ class Keyspace:
                             outcomes.append(refusal)
                             continue
                     grown += work.grows_bytes
-                    keys = Keys(transaction, work.tenant, self.blobs, now)
+
+                    def make_room(size: int, work: Work = work) -> None:
+                        nonlocal grown
+                        refusal = self._refusal(transaction, work._replace(grows_bytes=size), grown)
+                        if refusal is not None:
+                            raise refusal
+                        grown += size
+
+                    keys = Keys(transaction, work.tenant, self.blobs, now, make_room)
                     outcomes.append(_attempt(transaction, work, keys))
         except PionError as error:  # the commit failed: nothing of it happened
             return [error] * len(batch)
@@ -96,12 +107,18 @@ class Keyspace:
         return self.blobs.open(row)
 
     def expire(self) -> None:
-        """Removes keys whose time has come: call it about once a second."""
+        """Removes keys whose time has come, and gives back what removed ones took.
+
+        Call it about once a second.
+        """
         while True:
             now = unix_ms()
             with self._workshop.catalog.read() as transaction:
                 due = expired(transaction, now, EXPIRED_AT_ONCE)
+                free = transaction.free_bytes()
             if not due:
+                if free > FREE_BYTES_MAX:
+                    self._workshop.catalog.checkpoint()
                 return
             with self._workshop.catalog.write() as transaction:
                 for tenant, name in due:
@@ -113,17 +130,21 @@ class Keyspace:
         """Whether all that a batch adds fits, even if nothing of it removes anything."""
         total = sum(work.grows_bytes for work in batch)
         tenants = {work.tenant for work in batch if work.grows_bytes}
-        return all(self._workshop.space.has_room(transaction, one, total) for one in tenants)
+        beside = (WRITTEN_TIMES - 1) * total
+        return all(
+            self._workshop.space.has_room(transaction, one, total, beside) for one in tenants
+        )
 
     def _refusal(self, transaction: Transaction, work: Work, grown: int) -> PionError | None:
         """Makes room for a piece of work, after `grown` bytes of this transaction; or refuses it."""
         space, size = self._workshop.space, work.grows_bytes
-        if space.has_room(transaction, work.tenant, size, grown):
+        beside = WRITTEN_TIMES * (grown + size) - size
+        if space.has_room(transaction, work.tenant, size, beside):
             return None
         instance = self._workshop.directory.instance
         reservation = Accounts(transaction).reserve(instance, work.tenant, 0, size)
         try:
-            space.make_room(transaction, work.tenant, size, grown_bytes=grown)
+            space.make_room(transaction, work.tenant, size, grown_bytes=beside)
         except (OverBudget, OverQuota) as error:
             return error
         finally:

@@ -106,6 +106,13 @@ _ITEMS = {
     Kind.SORTED_SET: "sorted_member",
     Kind.HASH: "hash_field",
 }
+_BYTES = {
+    Kind.LIST: ("value",),
+    Kind.SET: ("member",),
+    Kind.SORTED_SET: ("member",),
+    Kind.HASH: ("field", "value"),
+}
+"""Where the bytes of an item are."""
 
 
 class KeyRow(NamedTuple):
@@ -167,6 +174,17 @@ class KeyTable:
             self._remove_some(wanted[at : at + REMOVED_AT_ONCE])
             for at in range(0, len(wanted), REMOVED_AT_ONCE)
         )
+
+    def inline_bytes(self, key: KeyRow) -> int:
+        """Returns about how many bytes the database has of what a key holds; of a blob none."""
+        if key.kind not in _ITEMS:
+            return len(key.string or b"")
+        size = " + ".join(f"length({column})" for column in _BYTES[key.kind])
+        rows = self._all(
+            f"SELECT coalesce(sum({size} + {_ROW_BYTES}), 0) FROM {_ITEMS[key.kind]} WHERE key = ?",
+            (key.id,),
+        )
+        return int(rows[0][0])
 
     def remove_if_empty(self, key: KeyRow) -> None:
         """Removes a key that has no items left."""

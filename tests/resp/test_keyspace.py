@@ -399,6 +399,39 @@ def test_the_keys_of_a_full_server_are_refused_and_reads_go_on(
     assert wire("SET", "again", value) == "OK"
 
 
+BEYOND_ANY_BUDGET: dict[str, list[tuple[Any, ...]]] = {
+    "a long name": [("SET", "a", "v"), ("RENAME", "a", "n" * (10 << 20))],
+    "a long new name": [("SET", "a", "v"), ("RENAMENX", "a", "n" * (10 << 20))],
+    "a long field": [("HSET", "h", "f" * (10 << 20), "v")],
+    "a long member": [("ZADD", "z", 1, "m" * (10 << 20))],
+    "large strings": [("SETRANGE", f"k{n}", 8 << 20, "x") for n in range(5)],
+    "appended strings": [("APPEND", f"k{n % 5}", "x" * (2 << 20)) for n in range(20)],
+    "strings": [("SETRANGE", f"k{n}", 60_000, "x") for n in range(600)],
+    "copies": [("SET", "a", "v" * 60_000), *(("COPY", "a", f"k{n}") for n in range(600))],
+    "copies of a hash": [
+        *(("HSET", "a", f"f{n}", "v" * 1_000_000) for n in range(2)),
+        *(("COPY", "a", f"k{n}") for n in range(40)),
+    ],
+    "unions": [
+        *(("SADD", "a", f"{n}" * 50_000) for n in range(10)),
+        *(("SUNIONSTORE", f"k{n}", "a") for n in range(80)),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", BEYOND_ANY_BUDGET)
+def test_keys_never_take_more_than_the_budget(start_resp: Callable[..., Resp], what: str) -> None:
+    resp = start_resp(budget_bytes=24 << 20)
+    wire = resp.connect()
+    answers = wire.pipeline(*BEYOND_ANY_BUDGET[what])
+    assert "OOM " in str(answers[-1])
+    files = [path for path in resp.store.directory.path.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 24 << 20
+    wire("FLUSHALL")
+    resp.server.tick()
+    assert wire("SET", "again", "v") == "OK", "what is gone is not given back"
+
+
 def test_of_many_keys_removed_at_once_none_is_left_and_none_counted_twice(wire: Wire) -> None:
     names = [f"many{i}" for i in range(1_200)]
     wire("MSET", *[word for name in names for word in (name, "v")])

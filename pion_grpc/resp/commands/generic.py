@@ -173,6 +173,7 @@ def copy(call: Call) -> Answer:
     if found is None or (space.kind(target) is not None and not options):
         return 0
     expires = space.expires_unix_ms(source)
+    space.make_room(space.inline_bytes(source))
     if found is Kind.STRING:
         space.set(target, space.whole(source))
     else:
@@ -230,8 +231,8 @@ COMMANDS = (
     Command("DBSIZE", 1, db_size, uses=Uses.READS),
     Command("FLUSHALL", -1, flush, uses=Uses.WRITES),
     Command("FLUSHDB", -1, flush, uses=Uses.WRITES),
-    writer("RENAME", 3, rename, keys=_TWO),
-    writer("RENAMENX", 3, rename_if_free, keys=_TWO),
+    writer("RENAME", 3, rename, keys=_TWO, grows=True),
+    writer("RENAMENX", 3, rename_if_free, keys=_TWO, grows=True),
     writer("COPY", -3, copy, keys=_TWO, grows=True),
     *(writer(name, -3, expire) for name in ("EXPIRE", "PEXPIRE", "EXPIREAT", "PEXPIREAT")),
     writer("PERSIST", 2, persist),

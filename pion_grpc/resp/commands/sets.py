@@ -73,6 +73,7 @@ def combine(call: Call) -> Answer:
 def combine_into(call: Call) -> Answer:
     """`SUNIONSTORE`, `SINTERSTORE`, `SDIFFSTORE target key [key …]`: the size of the result."""
     result = _combined(call, 1, call.command.name.removesuffix("STORE"))
+    call.keyspace.make_room(sum(map(len, result)))
     return call.keyspace.replace_set(call.raw(0), result)
 
 
