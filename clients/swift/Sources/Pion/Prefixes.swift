@@ -100,6 +100,7 @@ extension PionClient {
             guard let prefix = match.prefix else { throw PionError(.badAnswer, "a hit names no prefix") }
             remember(prefix.namespace, leaseID: match.leaseID, route: route)
         }
+        if !match.longestNamespace.isEmpty { remember(match.longestNamespace, route: route) }
         return match
     }
 

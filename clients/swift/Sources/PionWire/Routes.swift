@@ -11,22 +11,27 @@ public struct Routes: Sendable {
     /// proxy. The server is the one to refuse it.
     public static let charactersMax = 200
 
-    private var young: [String: String] = [:]
-    private var old: [String: String] = [:]
+    // Names are bytes: two that a String calls equal may be two.
+    private var young: [[UInt8]: String] = [:]
+    private var old: [[UInt8]: String] = [:]
 
     public init() {}
 
     /// Remembers the newest.
     public mutating func remember(_ key: String, _ route: String) {
-        if young[key] == nil, young.count == Self.countMax {
+        let name = Array(key.utf8)
+        if young[name] == nil, young.count == Self.countMax {
             old = young
             young = [:]
         }
-        young[key] = route
+        young[name] = route
     }
 
     /// Returns the route, if it is known.
-    public func find(_ key: String) -> String? { young[key] ?? old[key] }
+    public func find(_ key: String) -> String? {
+        let name = Array(key.utf8)
+        return young[name] ?? old[name]
+    }
 
     /// Returns the route; of what is not known, the name itself.
     public func of(_ key: String) -> String { find(key) ?? Self.byName(key) }

@@ -171,6 +171,14 @@ private func refused(_ reason: Reason, _ body: () throws -> Void) {
     refused(.invalid) { try PionError.check32("slots", [Int(UInt32.max) + 1]) }
 }
 
+@Test func namesThatLookAlikeAreTwo() {
+    var routes = Routes()
+    routes.remember("caf\u{e9}", "one")
+    #expect(routes.find("cafe\u{301}") == nil)
+    routes.remember("cafe\u{301}", "two")
+    #expect(routes.of("caf\u{e9}") == "one")
+}
+
 @Test func theNewestRoutesAreRemembered() {
     var routes = Routes()
     for i in 0..<2 * Routes.countMax + 1 { routes.remember("\(i)", "x") }
