@@ -31,7 +31,7 @@ from pion_grpc.backends import Dense
 from pion_grpc.backends.reference import attend as reference
 from pion_grpc.cli.decode import greedy
 from pion_grpc.cli.smollm2 import random_llama
-from tests.mlx import programs
+from tests.mlx import families, programs
 
 WAIT_S = 60.0
 """Longer than anything here takes; only a broken test waits so long."""
@@ -639,6 +639,83 @@ def test_what_the_server_does_not_know_is_computed_here(client, served, model):
         want = expected(model, q, k, v, "causal", sinks)
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-5)
         assert prompt_cache.stats()["attend"]["reason"] == "sinks"
+
+
+def test_layers_that_attend_to_anothers_rows_see_none_of_them_twice(client, served, model):
+    prompt_cache, cache = served_cache(model, client)
+    with prompt_cache:
+        q, k, v = given()
+        cache.update_and_fetch(k, v)
+        keys, values = cache.keys_and_values()
+        hidden = MASKS["prefix partly hidden"][0]()
+        for mask in ("causal", hidden, "causal"):  # the second brings the rows here
+            got = base.scaled_dot_product_attention(q, keys, values, None, 0.25, mask)
+            want = expected(model, q, k, v, mask)
+            np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-5)
+        assert prompt_cache.stats()["lane"] == "in-process"
+
+
+SERVED_FAMILIES = {
+    "attention of another module": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": None}),
+    "a language model within": ("qwen2_vl", {"num_hidden_layers": 2}),
+    "layers without rows": (
+        "afm7",
+        {"hidden_dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
+        | {"num_kv_reuse_layers": 2},
+    ),
+}
+OTHER_FAMILIES = {
+    "attention of its own": ("gemma2", {"num_hidden_layers": 2, "head_dim": 8}),
+    "keys in another type": (
+        "stablelm",
+        {"num_hidden_layers": 2, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}
+        | {"use_qkv_bias": False},
+    ),
+}
+
+
+def family_served(client, kind):
+    """A model of a family, and its tokens, stored and resident; another cache for them."""
+    name, changes = kind
+    model, ids = families.build(name, **changes), families.tokens(60)
+    begun(model, client, ids).close()
+    second = PionPromptCache(model, client=client, stage2=True)
+    return model, ids, second
+
+
+@pytest.mark.parametrize("kind", SERVED_FAMILIES)
+def test_attention_that_comes_on_other_ways_is_not_sent_away(client, served, kind):
+    model, ids, second = family_served(client, SERVED_FAMILIES[kind])
+    with second:
+        for cache in (
+            second.get_or_prefill(ids, "prefix"),
+            make_pion_prompt_cache(model, "prefix", second, len(ids)),
+        ):
+            assert {type(slot) for slot in cache} == {attention.PionCache}
+            assert greedy(model, QUESTION, cache, 20).ids == alone(model, ids, 20)
+            assert second.stats()["lane"] == "stream"
+
+
+@pytest.mark.parametrize("kind", OTHER_FAMILIES)
+def test_a_model_that_goes_past_the_patch_meets_nothing_but_rows(client, served, kind):
+    model, ids, second = family_served(client, OTHER_FAMILIES[kind])
+    with second:
+        cache = second.get_or_prefill(ids, "prefix")
+        assert greedy(model, QUESTION, cache, 20).ids == alone(model, ids, 20)
+        stats = second.stats()
+        assert (stats["hits"], stats["attend"]["reason"]) == (1, "attention")
+        with pytest.raises(RuntimeError, match="does not go through"):
+            make_pion_prompt_cache(model, "prefix", second, len(ids))
+
+
+def test_a_model_that_goes_past_the_patch_is_not_said_to_choose_among_rows(client):
+    model = families.build("gemma2", num_hidden_layers=2, head_dim=8)
+    ids = families.tokens(60)
+    with (
+        begun(model, client, ids) as prompt_cache,
+        pytest.raises(RuntimeError, match="does not go through"),
+    ):
+        make_pion_prompt_cache(model, "prefix", prompt_cache, len(ids), SPARSE)
 
 
 def test_several_sequences_do_not_share_one_cache(client, lane, model):

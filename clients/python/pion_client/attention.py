@@ -5,10 +5,10 @@ what `residency` tells.
 
 The one decision: a cache either has all rows, or makes it known at once that it has not. If its prefix
 is resident on the server, it gives its model something that is not an array in place of keys and values
-(`ServedRows`). The patched attention knows what to do with that; a model whose attention goes another
-way fails immediately instead of attending to a part of the rows. If the server cannot answer exactly (a
-mask that hides a part of the prefix, sinks) or not at all, the cache fetches the rows and continues
-like any other.
+(`ServedRows`). The patched attention knows what to do with that. A model whose attention goes another
+way is told first (`why_not`), and would fail immediately rather than attend to a part of the rows. If
+the server cannot answer exactly (a mask that hides a part of the prefix, sinks) or not at all, the cache
+fetches the rows and continues like any other.
 
 Attention over both is one softmax. While the suffix is short it travels with each query (`fused`);
 later its share is computed here, and the two are joined by their log-sum-exps.
@@ -154,7 +154,7 @@ def make_pion_prompt_cache(
     prefix = ServedPrefix(prompt_cache, namespace, prefix_len, choice)
     prefix.find()
     if prefix.kept is None or choice is not None:
-        _require_patched(model)
+        _require_patched(model, prefix, len(layers))
     return [PionCache(prefix, layer) for layer in range(len(layers))]
 
 
@@ -280,10 +280,16 @@ class PionCache:
         if keys.shape[0] != 1:
             raise ValueError(f"a batch of {keys.shape[0]} sequences: this cache's prefix is one's")
         self._gather()
-        own_keys, own_values = self._own.update_and_fetch(keys, values)
+        self._own.update_and_fetch(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """All rows, or what stands for them; layers without rows of their own attend to another's."""
+        self._gather()
+        keys, values = self._own.keys_and_values()
         if self._whole:
-            return own_keys, own_values
-        return ServedRows(self, own_keys), ServedRows(self, own_values)
+            return keys, values
+        return ServedRows(self, keys), ServedRows(self, values)
 
     def make_mask(self, *given: Any, **options: Any) -> Any:
         """As `KVCache` does."""
@@ -329,16 +335,17 @@ class PionCache:
     def attention(
         self, q: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: Any
     ) -> Any:
-        """Attention of a layer over prefix and suffix, wherever they are; shape and type as q."""
+        """Attention over prefix and suffix, wherever they are; shape and type as q."""
         if isinstance(keys, ServedRows):
-            try:
-                return self._on_the_server(q, scale, mask, sinks).astype(q.dtype)
-            except _Inexact as why:
-                self.prefix.fetch(str(why))
-            except PionError as error:
-                self.prefix.fetch(error.reason.lower())
-            self._gather()
-            keys, values = self._own.keys_and_values()
+            self._gather()  # another layer may have brought them since
+            if not self._whole:
+                try:
+                    return self._on_the_server(q, scale, mask, sinks).astype(q.dtype)
+                except _Inexact as why:
+                    self.prefix.fetch(str(why))
+                except PionError as error:
+                    self.prefix.fetch(error.reason.lower())
+            keys, values = self.keys_and_values()
         self.prefix.residency.lane = "in-process"
         choice = self.prefix.choice
         if choice and q.shape[2] == 1 and mask is None and sinks is None:
@@ -399,6 +406,23 @@ class PionCache:
         return own
 
 
+class _Trial(PionCache):
+    """Finds out whether attention over it comes to the patch; what it answers means nothing."""
+
+    arrived = False
+
+    def attention(
+        self, q: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: Any
+    ) -> Any:
+        self.arrived = True
+        return mx.zeros((*q.shape[:3], values.shape[3]), q.dtype)
+
+    @property
+    def passed_by(self) -> bool:
+        """Whether there are rows over which no attention came."""
+        return not (self.arrived or self._own.empty())
+
+
 class _Unsaved:
     """Stands in a cache's state for the rows that are elsewhere: `save_prompt_cache` raises its text."""
 
@@ -433,8 +457,9 @@ def _attention(
     sinks: Any = None,
 ) -> Any:
     """Takes the place of mlx-lm's function."""
-    if isinstance(cache, PionCache):
-        return cache.attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    owner = keys.cache if isinstance(keys, ServedRows) else cache
+    if isinstance(owner, PionCache):
+        return owner.attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     return _original(queries, keys, values, cache, scale, mask, sinks)
 
 
@@ -454,14 +479,40 @@ def _replace(old: Any, new: Any) -> None:
             setattr(module, PATCHED, new)
 
 
-def _require_patched(model: Any) -> None:
+def why_not(model: Any, prefix: ServedPrefix, slots: int) -> str:
+    """Says why a model's attention does not come to the patch; nothing if it does.
+
+    The model is called once over rows that are here, and once over what stands for others. MLX knows
+    shapes and types before it evaluates, and nothing is.
+
+    Args:
+        model: a loaded mlx-lm model.
+        prefix: the one that it will attend to.
+        slots: how many caches it has.
+    """
+    known, here = prefix.residency.refusals, prefix.kept is not None
+    if here not in known:
+        known[here] = _tried(model, prefix, slots, 1) or _tried(model, prefix, slots, 2)
+    return known[here]
+
+
+def _tried(model: Any, prefix: ServedPrefix, slots: int, tokens: int) -> str:
+    trials = [_Trial(prefix, slot) for slot in range(slots)]
+    try:
+        model(mx.zeros((1, tokens), mx.int32), cache=trials)
+    except Exception as error:  # whatever a model does to arrays that are none
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    passed_by = [slot for slot, trial in enumerate(trials) if trial.passed_by]
+    return f"not that of slot {passed_by[0]}" if passed_by else ""
+
+
+def _require_patched(model: Any, prefix: ServedPrefix, slots: int) -> None:
     if not is_installed():
         raise RuntimeError("call install_pion_attention_patch() first: this cache needs it")
-    module = sys.modules[type(model).__module__]
-    if getattr(module, PATCHED, None) is not _attention:
+    if reason := why_not(model, prefix, slots):
         raise RuntimeError(
-            f"{module.__name__}: this model's attention does not go through mlx-lm's {PATCHED}; it can "
-            "only run over rows that are in this process"
+            f"{type(model).__module__}: this model's attention does not go through mlx-lm's {PATCHED}; "
+            f"it can only run over rows that are in this process ({reason})"
         )
 
 

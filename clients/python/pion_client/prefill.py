@@ -66,7 +66,7 @@ class Prefill:
         step: int,
         tally: Tally,
     ) -> None:
-        self._model, self._model_id = model, model_id
+        self.model, self._model_id = model, model_id
         self._make_cache = make_cache or make_prompt_cache
         self._suffix = "+" + bundles.cache_suffix(make_cache(model)) if make_cache else ""
         _check_model_id((model_id or "") + self._suffix)
@@ -82,7 +82,7 @@ class Prefill:
 
     def empty(self) -> Cache:
         """Returns an empty cache."""
-        return self._make_cache(self._model)
+        return self._make_cache(self.model)
 
     def expected(self) -> Expected:
         """Returns what a cache will hold, as the model is now."""
@@ -130,7 +130,7 @@ class Prefill:
         ids = mx.array(np.frombuffer(token_ids, "<u4"))
         self._tally.add("tokens_prefilled", ids.size - begin)
         for stop in stops:
-            prefill(self._model, cache, ids[begin:stop], self._step)
+            prefill(self.model, cache, ids[begin:stop], self._step)
             begin = stop
             if at is not None:
                 at(stop)
@@ -140,9 +140,9 @@ class Prefill:
 
     def _learn(self) -> tuple[Future[str] | None, Expected]:
         """Starts to find out the model's id, and what its cache holds, unless both are known."""
-        computing = None if self._model_id else identity.begin(self._model)
+        computing = None if self._model_id else identity.begin(self.model)
         if self._known is None or self._known[0] is not computing:
-            self._known = computing, caches.expected(self._model, self._make_cache)
+            self._known = computing, caches.expected(self.model, self._make_cache)
         return self._known
 
 

@@ -90,6 +90,8 @@ class Residency:
         """How attention was last computed."""
         self.reason = ""
         """Why not on the server, where it should have been; in one word."""
+        self.refusals: dict[bool, str] = {}
+        """Why the model's attention passes the patch by, over rows at hand (True) or elsewhere."""
         self.calls = 0
         self.call_ms = 0.0
         self.rehydrates = 0

@@ -149,6 +149,9 @@ class Stage2:
             request.token_count,
             session=session._replace(token_ids=request.token_ids),
         )
+        if attention.why_not(self._prefill.model, prefix, len(cache)):
+            self.residency.reason = "attention"
+            return False
         cache[:] = [attention.PionCache(prefix, slot) for slot in range(len(cache))]
         return True
 
