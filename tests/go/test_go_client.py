@@ -56,4 +56,4 @@ def test_the_go_client_loses_nothing_behind_a_proxy() -> None:
 @pytest.mark.soak
 def test_the_go_client_has_no_race_and_needs_no_memory_for_a_gigabyte() -> None:
     go("test", "-count=1", "-race", "./...")
-    go("test", "-count=1", "-run", "Gigabyte", "./pion", PION_LONG_TESTS="1")
+    go("test", "-count=1", "-run", "Gigabyte|FallsSilent", "./pion", PION_LONG_TESTS="1")

@@ -116,7 +116,7 @@ func (c *Client) AttendStore(ctx context.Context, session string, rows AttendRow
 	header := &pionv1.AttendStoreHeader{Session: session, Source: &pionv1.AttendStoreHeader_Rows{
 		Rows: &pionv1.AttendRows{Layer: rows.Layer, Heads: rows.Heads, Rows: rows.Rows, HeadDim: rows.HeadDim},
 	}}
-	return c.warm(ctx, header, rows.K, rows.V)
+	return whole(c, ctx, func() (Warmed, error) { return c.warm(ctx, header, rows.K, rows.V) })
 }
 
 // AttendWarm makes a stored prefix resident. Reading it takes the server its time: Options.StallTimeout
@@ -129,9 +129,10 @@ func (c *Client) AttendWarm(ctx context.Context, session string, prefix AttendPr
 			Generation: prefix.Generation, Rows: prefix.Rows,
 		},
 	}}
-	return c.warm(ctx, header)
+	return whole(c, ctx, func() (Warmed, error) { return c.warm(ctx, header) })
 }
 
+// warm makes one attempt.
 func (c *Client) warm(
 	ctx context.Context, header *pionv1.AttendStoreHeader, sides ...[]float32,
 ) (Warmed, error) {

@@ -44,6 +44,19 @@ func ask[Request, Answer any](
 	}
 }
 
+// whole repeats a stream that is idempotent as a whole, where only the transport failed.
+func whole[Answer any](c *Client, ctx context.Context, send func() (Answer, error)) (Answer, error) {
+	patient := c.patience(ctx)
+	for attempt := 1; ; attempt++ {
+		answer, err := send()
+		var known *Error
+		if errors.As(err, &known) && known.FromTransport && pause(ctx, err, attempt, patient) {
+			continue
+		}
+		return answer, err
+	}
+}
+
 // bounded gives a context a deadline if it has none.
 func (c *Client) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
 	if _, ok := ctx.Deadline(); ok {

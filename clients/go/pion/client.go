@@ -7,13 +7,13 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/metadata"
 
 	"pion-grpc/clients/go/pionv1"
@@ -32,6 +32,9 @@ const (
 	bufferBytes     = 256 << 10
 	messageBytesMax = 66 << 20 // answers of Attend are as large as its queries
 )
+
+// alive finds a machine that went without a word, minutes before TCP gives it up. gRPC pings no more often.
+var alive = keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}
 
 // Options of a client; the zero value suits a server on this host.
 type Options struct {
@@ -79,6 +82,14 @@ func Dial(address string, options Options) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
+	names := strings.Split(address, ",")
+	if strings.HasPrefix(address, "unix:") {
+		names = []string{address}
+	}
+	giveUp := 5 * time.Second
+	if len(names) > 1 { // a node that is switched off is not waited for: there are others
+		giveUp = time.Second
+	}
 	dialOptions := []grpc.DialOption{
 		grpc.WithTransportCredentials(secure),
 		grpc.WithUserAgent("pion-go"),
@@ -92,14 +103,14 @@ func Dial(address string, options Options) (*Client, error) {
 			Backoff: backoff.Config{
 				BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 200 * time.Millisecond,
 			},
-			MinConnectTimeout: 5 * time.Second,
+			MinConnectTimeout: giveUp,
 		}),
 		// Waiting for a retry policy of a name server would cost its look-up.
 		grpc.WithDisableServiceConfig(),
 	}
 	away := new(absence)
 	dialOptions = append(dialOptions, checked(away)...)
-	conn, err := connect(address, append(dialOptions, options.DialOptions...))
+	conn, err := connect(names, append(dialOptions, options.DialOptions...))
 	if err != nil {
 		return nil, err
 	}
@@ -119,12 +130,8 @@ func Dial(address string, options Options) (*Client, error) {
 	}, nil
 }
 
-// connect returns the channel of an address, or of several with commas between them.
-func connect(address string, options []grpc.DialOption) (channel, error) {
-	names := strings.Split(address, ",")
-	if strings.HasPrefix(address, "unix:") {
-		names = []string{address}
-	}
+// connect returns the channel of one address, or of several.
+func connect(names []string, options []grpc.DialOption) (channel, error) {
 	conns := map[string]*grpc.ClientConn{}
 	all := newNodes(names, conns)
 	for _, name := range names {
@@ -133,9 +140,12 @@ func connect(address string, options []grpc.DialOption) (channel, error) {
 			err = fmt.Errorf("%s is named twice", name)
 		}
 		if err == nil {
-			options := slices.Clone(options)
+			options := options
 			if local { // a proxy elsewhere cannot reach this host's loopback
 				options = append([]grpc.DialOption{grpc.WithNoProxy()}, options...)
+			}
+			if !local || len(names) > 1 {
+				options = append([]grpc.DialOption{grpc.WithKeepaliveParams(alive)}, options...)
 			}
 			conns[name], err = grpc.NewClient(target, options...)
 		}
@@ -146,7 +156,7 @@ func connect(address string, options []grpc.DialOption) (channel, error) {
 		}
 	}
 	if len(names) == 1 {
-		return conns[address], nil
+		return conns[names[0]], nil
 	}
 	return all, nil
 }
@@ -189,7 +199,7 @@ func targetOf(address string) (target string, local bool, err error) {
 		return "", false, fmt.Errorf("%q is neither host:port nor unix:/path", address)
 	}
 	local = host == "localhost" || (notIP == nil && ip.IsLoopback())
-	return "dns:///" + address, local, nil
+	return "dns:///" + strings.ReplaceAll(address, "%", "%25"), local, nil // it is a URL; a zone has a %
 }
 
 func orDefault[T comparable](value, otherwise T) T {

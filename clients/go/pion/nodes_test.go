@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"os"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -46,16 +47,7 @@ func TestANodeThatDiesFailsNoCallAndIsAskedAgainWhenItIsBack(t *testing.T) {
 	var one, two lookingUp
 	first, second := one.start(t, "127.0.0.1:0"), two.start(t, "127.0.0.1:0")
 	client := dial(t, first+","+second, Options{})
-	ring, err := wire.NewRing([]string{first, second}, func(string) bool { return false })
-	if err != nil {
-		t.Fatal(err)
-	}
-	var names []string // of the first
-	for i := 0; len(names) < 20; i++ {
-		if name := fmt.Sprint(i); ring.Node(name) == first {
-			names = append(names, name)
-		}
-	}
+	names := namesOf(t, first, first, second)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	lookUp := func(name string) {
@@ -92,6 +84,59 @@ func TestANodeThatDiesFailsNoCallAndIsAskedAgainWhenItIsBack(t *testing.T) {
 	}
 	if n := two.asked.Load() - before; n != 0 {
 		t.Errorf("%d calls still go to the other", n)
+	}
+}
+
+func namesOf(t *testing.T, node string, nodes ...string) (names []string) {
+	t.Helper()
+	ring, err := wire.NewRing(nodes, func(string) bool { return false })
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := 0; len(names) < 20; i++ {
+		if name := fmt.Sprint(i); ring.Node(name) == node {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+func TestANodeThatSaysNothingIsNotWaitedFor(t *testing.T) {
+	var one, two lookingUp
+	mute := startLink(t, one.start(t, "127.0.0.1:0"), new(link))
+	mute.silent.Store(true)
+	second := two.start(t, "127.0.0.1:0")
+	client := dial(t, mute.address+","+second, Options{})
+	for _, name := range namesOf(t, mute.address, mute.address, second) {
+		if _, err := client.Lookup(t.Context(), LookupRequest{Namespace: name}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if two.asked.Load() != 20 {
+		t.Errorf("%d were asked of the other", two.asked.Load())
+	}
+}
+
+// TestANodeThatFallsSilentIsLeftOut runs with PION_LONG_TESTS=1: gRPC pings no sooner than after ten seconds.
+func TestANodeThatFallsSilentIsLeftOut(t *testing.T) {
+	if os.Getenv("PION_LONG_TESTS") == "" {
+		t.Skip("PION_LONG_TESTS is not set")
+	}
+	var one, two lookingUp
+	falling := startLink(t, one.start(t, "127.0.0.1:0"), new(link))
+	second := two.start(t, "127.0.0.1:0")
+	client := dial(t, falling.address+","+second, Options{})
+	name := namesOf(t, falling.address, falling.address, second)[0]
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for _, asked := range []int64{0, 1} {
+		if _, err := client.Lookup(ctx, LookupRequest{Namespace: name}); err != nil {
+			t.Fatal(err)
+		}
+		if n := two.asked.Load(); n != asked {
+			t.Errorf("%d were asked of the other", n)
+		}
+		falling.silent.Store(true)
 	}
 }
 

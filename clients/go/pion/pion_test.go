@@ -218,6 +218,23 @@ func TestRowsDoNotComeWithoutTheirParts(t *testing.T) {
 	}
 }
 
+func TestWhatCannotBeServedIsExtendedNevertheless(t *testing.T) {
+	client := dial(t, sharedServer(t), Options{})
+	stored := sample("without parts", wire.F16, 300)
+	stored.Model, stored.Parts = "extended", nil
+	mustStore(t, client, stored)
+	request := MatchRequest{Model: stored.Model, TokenIDs: bytesToIDs(200), PartKinds: []string{"state"}}
+	match, err := client.Match(t.Context(), request)
+	if err != nil || match.Hit || match.LongestNamespace != "without parts" || match.LongestTokens != 200 {
+		t.Errorf("%+v, %v", match, err)
+	}
+	key := wire.RouteKey("", stored.Model, stored.TokenIDs)
+	fresh := dial(t, sharedServer(t), Options{})
+	if _, err := fresh.Match(t.Context(), request); err != nil || fresh.routes.prefix("without parts") != key {
+		t.Errorf("it is looked for at %q: %v", fresh.routes.prefix("without parts"), err)
+	}
+}
+
 func TestMatchLookupListAndDropAgree(t *testing.T) {
 	client := dial(t, sharedServer(t), Options{})
 	request := sample("agree", wire.F16, 200)
@@ -410,7 +427,7 @@ func TestWrongCredentialsAreRefused(t *testing.T) {
 }
 
 func TestAddressesThatAreSomeAreTaken(t *testing.T) {
-	for _, address := range []string{"localhost:1", "node-1.pion_x.local:50051", "10.0.0.1:1", "[::1]:1", "[fd00::4]:50051", "unix:/x"} {
+	for _, address := range []string{"localhost:1", "node-1.pion_x.local:50051", "10.0.0.1:1", "[::1]:1", "[fd00::4]:50051", "[fe80::1%en0]:50051", "unix:/x"} {
 		client, err := Dial(address, Options{})
 		if err != nil {
 			t.Fatal(err)
@@ -551,6 +568,33 @@ func TestAStoreIsSentAgainAsAWholeAfterABreak(t *testing.T) {
 	same(t, mustFetch(t, client, FetchRequest{Namespace: "resent"}), request)
 	if broken.broken.Load() != 1 {
 		t.Error("the link did not break")
+	}
+}
+
+func TestWhatIsMadeResidentIsSentAgainAsAWholeAfterABreak(t *testing.T) {
+	const heads, rows, dim = 2, 100_000, 8
+	mustStore(t, dial(t, sharedServer(t), Options{}), sample("resident", wire.F32, 100))
+	k, v := floats("k", heads*rows*dim), floats("v", heads*rows*dim)
+	for what, make := range map[string]func(*Client) (Warmed, error){
+		"rows": func(client *Client) (Warmed, error) {
+			return client.AttendStore(t.Context(), "broken", AttendRows{1, heads, rows, dim, k, v})
+		},
+		"a prefix": func(client *Client) (Warmed, error) {
+			return client.AttendWarm(t.Context(), "broken", AttendPrefix{Namespace: "resident"})
+		},
+	} {
+		broken := startLink(t, sharedServer(t), &link{limit: func(n int64) int64 {
+			if n == 0 {
+				return 90 // settings
+			}
+			return -1
+		}})
+		if warmed, err := make(dial(t, broken.address, Options{})); err != nil || warmed.Layers == 0 {
+			t.Errorf("%s: %+v, %v", what, warmed, err)
+		}
+		if broken.broken.Load() != 1 {
+			t.Errorf("%s: the link did not break", what)
+		}
 	}
 }
 

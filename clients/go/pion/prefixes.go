@@ -37,7 +37,11 @@ type Match struct {
 	ServedTokens    uint64
 	// ShortenedBy is the kind of part that made ServedTokens fewer.
 	ShortenedBy string
-	LeaseID     []byte
+	// LongestNamespace has the most tokens in common, LongestTokens, whatever parts it has, with a hit or
+	// without; empty if there is none. A Store of the prompt with it as Parent keeps none of these rows twice.
+	LongestNamespace string
+	LongestTokens    uint64
+	LeaseID          []byte
 }
 
 // Match finds the longest stored prefix of a token sequence.
@@ -58,13 +62,15 @@ func (c *Client) Match(ctx context.Context, request MatchRequest) (*Match, error
 		return nil, err
 	}
 	match := &Match{
-		Hit:             answer.GetHit(),
-		Reason:          answer.GetReason(),
-		RequestedTokens: answer.GetRequestedTokens(),
-		MatchedTokens:   answer.GetMatchedTokens(),
-		ServedTokens:    answer.GetServedTokens(),
-		ShortenedBy:     answer.GetShortenedBy(),
-		LeaseID:         answer.GetLeaseId(),
+		Hit:              answer.GetHit(),
+		Reason:           answer.GetReason(),
+		RequestedTokens:  answer.GetRequestedTokens(),
+		MatchedTokens:    answer.GetMatchedTokens(),
+		ServedTokens:     answer.GetServedTokens(),
+		ShortenedBy:      answer.GetShortenedBy(),
+		LongestNamespace: answer.GetLongestNamespace(),
+		LongestTokens:    answer.GetLongestTokens(),
+		LeaseID:          answer.GetLeaseId(),
 	}
 	if match.Prefix, err = someInfo(answer.GetPrefix()); err != nil {
 		return nil, err
@@ -74,6 +80,9 @@ func (c *Client) Match(ctx context.Context, request MatchRequest) (*Match, error
 			return nil, badAnswer("a hit names no prefix")
 		}
 		c.routes.follow(match.Prefix.Namespace, match.LeaseID, route)
+	}
+	if match.LongestNamespace != "" {
+		c.routes.follow(match.LongestNamespace, nil, route)
 	}
 	return match, nil
 }

@@ -176,6 +176,21 @@ type link struct {
 	onBreak func(n int64)
 	// flips returns where in the answers of a connection one bit is wrong, if not nil; below 0: nowhere.
 	flips func(n int64) int64
+	// silent links pass nothing on, in either direction, and close nothing.
+	silent atomic.Bool
+}
+
+// hushed is a writer on a link.
+type hushed struct {
+	io.Writer
+	silent *atomic.Bool
+}
+
+func (h hushed) Write(data []byte) (int, error) {
+	if h.silent.Load() {
+		return len(data), nil
+	}
+	return h.Writer.Write(data)
 }
 
 // flipping is a reader with one wrong bit.
@@ -226,7 +241,7 @@ func (l *link) serve(near, far net.Conn) {
 	number := l.opened.Add(1) - 1
 	done := make(chan struct{})
 	go func() {
-		io.Copy(far, near)
+		io.Copy(hushed{far, &l.silent}, near)
 		far.Close()
 		close(done)
 	}()
@@ -238,9 +253,10 @@ func (l *link) serve(near, far net.Conn) {
 	if l.flips != nil {
 		answers = &flipping{far, l.flips(number)}
 	}
+	down := hushed{near, &l.silent}
 	if limit < 0 {
-		io.Copy(near, answers)
-	} else if _, err := io.CopyN(near, answers, limit); err == nil {
+		io.Copy(down, answers)
+	} else if _, err := io.CopyN(down, answers, limit); err == nil {
 		l.broken.Add(1)
 		if l.onBreak != nil {
 			l.onBreak(number)

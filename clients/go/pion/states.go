@@ -38,15 +38,7 @@ func (c *Client) StoreState(
 		},
 		Durability: durability,
 	}
-	patient := c.patience(ctx)
-	for attempt := 1; ; attempt++ {
-		generation, err := c.sendState(ctx, header, data)
-		var known *Error
-		if errors.As(err, &known) && known.FromTransport && pause(ctx, err, attempt, patient) {
-			continue
-		}
-		return generation, err
-	}
+	return whole(c, ctx, func() (uint64, error) { return c.sendState(ctx, header, data) })
 }
 
 func (c *Client) sendState(

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
-	"errors"
 	"io"
 
 	"google.golang.org/protobuf/proto"
@@ -56,26 +55,20 @@ func (c *Client) Store(ctx context.Context, request StoreRequest) (Stored, error
 		return Stored{}, err
 	}
 	route := wire.RouteKey(c.options.Tenant, request.Model, request.TokenIDs)
-	patient := c.patience(ctx)
-	for attempt := 1; ; attempt++ {
-		answer, err := c.send(ctx, header, pieces, request.Progress, route)
-		if own, ok := err.(ofCaller); ok {
-			return Stored{}, own.error
-		}
-		if err != nil {
-			var known *Error
-			lost := errors.As(err, &known) && known.FromTransport
-			if lost && pause(ctx, err, attempt, patient) {
-				continue
-			}
-			return Stored{}, err
-		}
-		c.routes.follow(answer.GetNamespace(), nil, route)
-		return Stored{
-			answer.GetNamespace(), answer.GetAlreadyStored(), answer.GetGeneration(), answer.GetTokenCount(),
-			answer.GetStoredBytes(), answer.GetDurability(), answer.GetBase(),
-		}, nil
+	answer, err := whole(c, ctx, func() (*pionv1.PrefixStoreStoreResponse, error) {
+		return c.send(ctx, header, pieces, request.Progress, route)
+	})
+	if own, ok := err.(ofCaller); ok {
+		return Stored{}, own.error
 	}
+	if err != nil {
+		return Stored{}, err
+	}
+	c.routes.follow(answer.GetNamespace(), nil, route)
+	return Stored{
+		answer.GetNamespace(), answer.GetAlreadyStored(), answer.GetGeneration(), answer.GetTokenCount(),
+		answer.GetStoredBytes(), answer.GetDurability(), answer.GetBase(),
+	}, nil
 }
 
 // source is a tensor or a part to send.
