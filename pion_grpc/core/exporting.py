@@ -8,26 +8,15 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from pion_grpc.core.reading import Reading, segment_layout
-from pion_grpc.core.values import ExportExtent
+from pion_grpc.core.values import ExportedFile, ExportExtent
 from pion_grpc.errors import Evicted
 from pion_grpc.storage.catalog import PrefixRow
 from pion_grpc.storage.directory import DataDirectory
 
 CHECKED_MAX = 100_000
 """Files that are remembered as checked; the oldest are checked again."""
-
-
-class ExportedFile(NamedTuple):
-    """A segment that holds one value, for a client that reads it itself."""
-
-    file_name: str
-    device: int
-    inode: int
-    size_bytes: int
-    data_offset_bytes: int
 
 
 class Exports:
@@ -55,19 +44,13 @@ class Exports:
             )
             count = max(0, min(above, reading.rows.end) - begin)
             if count or row.id in with_parts:
-                status = self._stat(row)
-                check = functools.partial(reading.check, row.id)
-                self.check_once(row.file, status, check)
-                yield ExportExtent(
+                file = self.checked(
                     row.file,
-                    status.st_dev,
-                    status.st_ino,
-                    status.st_size,
+                    self._stat(row),
                     segment_layout(row, parent).data_offset,
-                    begin - row.base if count else 0,
-                    count,
-                    begin,
+                    functools.partial(reading.check, row.id),
                 )
+                yield ExportExtent(file, begin - row.base if count else 0, count, begin)
             parent = row.namespace
 
     def _stat(self, row: PrefixRow) -> os.stat_result:
@@ -77,15 +60,26 @@ class Exports:
         except FileNotFoundError as error:
             raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace) from error
 
-    def check_once(self, file: str, status: os.stat_result, check: Callable[[], None]) -> None:
-        """Checks every page of a segment, unless it has not changed since this process did."""
+    def checked(
+        self, file: str, status: os.stat_result, data_offset: int, check: Callable[[], None]
+    ) -> ExportedFile:
+        """Names a segment, whose every page is checked unless it has not changed since it was.
+
+        Args:
+            file: as the catalogue knows it.
+            status: of the open file.
+            data_offset: where the data begins in it.
+            check: reads every page; what it raises is raised.
+        """
+        exported = ExportedFile(file, status.st_dev, status.st_ino, status.st_size, data_offset)
         # Whoever writes can set the time of the last write, but not that of the last change.
         state = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         with self._lock:
             if self._checked.get(file) == state:
-                return
+                return exported
         check()
         with self._lock:
             self._checked[file] = state
             if len(self._checked) > CHECKED_MAX:
                 del self._checked[next(iter(self._checked))]
+        return exported

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pion_grpc.core.blobs import BlobReading, BlobStore, BlobWriter, WrittenBlob
-from pion_grpc.core.exporting import ExportedFile
 from pion_grpc.core.order import PartOrder
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.values import (
     Durability,
+    ExportedFile,
     check_layer,
     check_lease,
     check_namespace,

@@ -7,6 +7,7 @@ is checked here, before anything is allocated for it.
 import enum
 import unicodedata
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pion_grpc.errors import InvalidRequest
 from pion_wire import limits
@@ -273,15 +274,22 @@ class FetchQuery:
         _check_kinds(self.part_kinds)
 
 
-@dataclass(frozen=True, slots=True)
-class ExportExtent:
-    """Rows of one segment file, for a client that reads it itself."""
+class ExportedFile(NamedTuple):
+    """A segment, for a client on this host that reads it itself."""
 
     file_name: str
+    """As the catalogue knows it, relative to the data directory."""
     device: int
     inode: int
     size_bytes: int
-    data_offset: int
+    data_offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportExtent:
+    """Rows of one segment, for a client that reads it itself."""
+
+    file: ExportedFile
     file_row: int
     row_count: int
     first_row: int

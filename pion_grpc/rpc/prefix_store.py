@@ -255,11 +255,7 @@ class PrefixStoreService:
             rows=types_pb2.RowRange(begin=export.rows.begin, end=export.rows.end),
             extents=[
                 pb.PrefixStoreExportResponse.Extent(
-                    file_name=extent.file_name,
-                    device=extent.device,
-                    inode=extent.inode,
-                    size_bytes=extent.size_bytes,
-                    data_offset_bytes=extent.data_offset,
+                    **extent.file._asdict(),
                     file_row=extent.file_row,
                     row_count=extent.row_count,
                     first_row=extent.first_row,
