@@ -5,6 +5,7 @@ An error is raised where it is detected and translated once per transport by a t
 `metadata` is for programs, the message for people: what is wrong and, where it helps, what to do.
 """
 
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -118,9 +119,16 @@ class Busy(PionError):
 
 
 class Unreadable(PionError):
-    """A stored file cannot be opened. It may be sound, so nothing is removed because of it."""
+    """A stored file cannot be opened. It may be sound, so nothing is removed because of it.
+
+    The message is for whoever asked, a tenant perhaps; `problem` is for the log, and names the file.
+    """
 
     reason = "CORRUPT"
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"a file that holds what is asked for cannot be opened: {why}")
+        self.problem = f"{path} cannot be opened: {why}"
 
 
 class TooManyStreams(PionError):

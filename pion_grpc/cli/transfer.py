@@ -341,8 +341,8 @@ def opened(path: Path) -> Iterator[Source]:
         raise CommandFailed(
             f"{path} cannot be opened: {error.strerror}", reason="INVALID"
         ) from error
-    except (core_errors.Unreadable, core_errors.TooManyFiles) as error:
-        raise CommandFailed(str(error), reason="INVALID") from error
+    except core_errors.Unreadable as error:
+        raise CommandFailed(error.problem, reason="INVALID") from error
     with contextlib.closing(file):
         if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
             raise CommandFailed(f"{path} is not a regular file", reason="INVALID")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pion_grpc.core.exporting import Exports
 from pion_grpc.core.values import ExportedFile
 from pion_grpc.core.workshop import Workshop
-from pion_grpc.errors import Corrupt
+from pion_grpc.errors import Corrupt, Unreadable
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import SEGMENT_SUFFIX, BlobRow, Blobs
 from pion_grpc.storage.catalog import Transaction
@@ -185,6 +185,9 @@ class BlobStore:
             if replaced:
                 raise
             raise self.condemned(blob, f"{blob.file} is gone") from error
+        except Unreadable as error:
+            self.workshop.space.note_trouble(blob.file, error.problem)
+            raise
         try:
             run = blob.run_of(file)
             if blob.boot not in (None, self.workshop.boot):

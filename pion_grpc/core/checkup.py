@@ -76,7 +76,9 @@ def check_directory(path: Path, progress: Progress = lambda done, total: None) -
         return _check_directory(path, progress)
     except OSError as error:  # says nothing about what is stored
         raise _unreadable(path, error) from error
-    except (TooManyFiles, Unreadable) as error:  # nor does this
+    except Unreadable as error:  # nor does this
+        raise CannotStart(error.problem) from error
+    except TooManyFiles as error:  # nor does this
         raise CannotStart(str(error)) from error
 
 

@@ -19,6 +19,7 @@ from pion_grpc.core.reading import (
     CorruptPrefix,
     Reading,
     chain_parts,
+    damaged,
     own_row_counts,
     sealed_row_counts,
 )
@@ -340,7 +341,7 @@ def seal(workshop: Workshop, row: PrefixRow) -> bool:
         sealed = _publish_segment(workshop, plan, name)
     except CorruptPrefix as error:
         workshop.space.take_out(error)
-        raise
+        raise damaged(row.namespace) from error
     finally:
         if not sealed:
             workshop.files.unlink(workshop.directory.resolve(name))

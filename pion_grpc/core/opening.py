@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pion_grpc.core.matching import cut_to_parts
-from pion_grpc.core.reading import CorruptPrefix, Reading, chain_parts
+from pion_grpc.core.reading import CorruptPrefix, Reading, chain_parts, damaged
 from pion_grpc.core.space import Space
 from pion_grpc.core.values import (
     Durability,
@@ -85,14 +85,13 @@ def open_prefix(
             if attempts == 1:
                 continue  # evicted or saved meanwhile: look again
             _take_out_missing(workshop, chain, extents)
-            raise Corrupt(f"a file is gone: {error}", namespace=row.namespace) from error
+            raise damaged(row.namespace) from error
         except CorruptPrefix as error:
-            error.metadata["namespace"] = row.namespace
             workshop.space.take_out(error)
-            raise
+            raise damaged(row.namespace) from error
         except Unreadable as error:
             error.metadata["namespace"] = row.namespace
-            workshop.space.note_trouble(row.namespace, str(error))
+            workshop.space.note_trouble(row.namespace, error.problem)
             raise
         return Opened(row, info, reading, token_ids, cut)
 
@@ -103,9 +102,8 @@ def guarded(space: Space, reading: Reading) -> Iterator[None]:
     try:
         yield
     except CorruptPrefix as error:
-        error.metadata["namespace"] = reading.chain[-1].namespace
         space.take_out(error)
-        raise
+        raise damaged(reading.chain[-1].namespace) from error
     finally:
         reading.close()
 

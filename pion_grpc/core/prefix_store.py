@@ -50,7 +50,15 @@ from pion_grpc.core.values import (
     check_slots,
 )
 from pion_grpc.core.workshop import RowFileNames, Workshop, sync_prefixes
-from pion_grpc.errors import DiskFull, Evicted, InvalidRequest, LayoutDiffers, NotStored, PionError
+from pion_grpc.errors import (
+    DiskFull,
+    Evicted,
+    InvalidRequest,
+    LayoutDiffers,
+    NotStored,
+    PionError,
+    Unreadable,
+)
 from pion_grpc.storage.catalog import Catalog, NewPrefix, PrefixRow, Transaction
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
@@ -302,7 +310,10 @@ class PrefixStore:
                 elif row.state == "live":
                     sealed += seal(self.workshop, row)
             except PionError as error:
-                self.space.note_trouble(row.namespace, f"{row.namespace!r} is not sealed: {error}")
+                problem = error.problem if isinstance(error, Unreadable) else error
+                self.space.note_trouble(
+                    row.namespace, f"{row.namespace!r} is not sealed: {problem}"
+                )
                 failed = failed or error
         if failed is not None:
             raise failed

@@ -78,12 +78,23 @@ def _begin(source: _Source) -> int:
 
 
 class CorruptPrefix(Corrupt):
-    """A file of this prefix is damaged or gone."""
+    """A file of this prefix is damaged or gone.
+
+    It names the file, so it is for the log alone; whoever asked gets `damaged`.
+    """
 
     def __init__(self, error: Corrupt, prefix: int, path: Path) -> None:
         super().__init__(str(error), **error.metadata)
         self.prefix = prefix
         self.path = path
+
+
+def damaged(namespace: str) -> Corrupt:
+    """Returns the error for whoever asked for a prefix that turned out to be damaged."""
+    return Corrupt(
+        f"{namespace!r} is damaged and has been taken out: a checksum differs, or bytes are missing",
+        namespace=namespace,
+    )
 
 
 def segment_layout(prefix: PrefixRow, parent_namespace: str) -> SegmentLayout:

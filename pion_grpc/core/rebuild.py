@@ -134,7 +134,9 @@ def rebuild(
         return _Rebuild(directory, tenant, progress, files or Files()).run()
     except OSError as error:
         raise CannotStart(f"{error.filename or path} cannot be used: {error.strerror}") from error
-    except (TooManyFiles, Unreadable) as error:  # says nothing about what is in it
+    except Unreadable as error:  # says nothing about what is in it
+        raise CannotStart(error.problem) from error
+    except TooManyFiles as error:  # nor does this
         raise CannotStart(str(error)) from error
     finally:
         directory.close()

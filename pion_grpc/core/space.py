@@ -309,6 +309,7 @@ class Space:
             with self._lock:
                 self._corrupt += 1
                 self._corrupt_files.append(name)
+        self.note_trouble(name, str(error))
         self.sweep()
 
     def sweep(self) -> None:

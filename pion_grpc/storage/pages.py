@@ -43,7 +43,7 @@ class OpenFile:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise TooManyFiles("no file descriptors are left: raise `ulimit -n`") from error
-            raise Unreadable(f"{path} cannot be opened: {error.strerror}") from error
+            raise Unreadable(path, error.strerror or str(error)) from error
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns exactly `size` bytes.
@@ -54,7 +54,7 @@ class OpenFile:
         try:
             data = os.pread(self.descriptor, size, offset)
         except OSError as error:
-            raise Corrupt(f"{self.path} cannot be read: {error}") from error
+            raise Corrupt(f"{self.path} cannot be read: {error.strerror}") from error
         if len(data) != size:
             raise Corrupt(f"{self.path} ends after {offset + len(data)} bytes")
         return data

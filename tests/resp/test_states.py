@@ -134,6 +134,21 @@ def test_a_value_whose_file_is_gone_is_named_by_its_key(start_resp: Callable[...
     assert wire("GET", b"gone\xff\n") is None
 
 
+def test_damaged_rows_are_named_by_their_prefix(start_resp: Callable[..., Resp]) -> None:
+    resp = start_resp()
+    wire = resp.connect()
+    wire("V.CREATE", "rows", 8, "VQUANT", "fp16")
+    wire("V.STOREBATCH", "rows", 0, 0, 4, bytes(64), "FMT", "F16")
+    (path,) = resp.store.directory.rows.iterdir()
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    refusal = wire("V.FETCH", "rows", "BATCH", 0, 4).text
+    assert refusal.startswith("ERR 'rows' is damaged and has been taken out")
+    assert str(resp.store.directory.path) not in refusal
+    (problem,) = resp.store.space.losses().troubles
+    assert problem.startswith(f"{path}: ")
+    assert wire("V.FETCH", "rows", "BATCH", 0, 4).text == "ERR session not found"
+
+
 # -- over gRPC
 
 

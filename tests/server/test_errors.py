@@ -89,6 +89,7 @@ def check(reason: str, told: Refusal) -> None:
         assert told.message.startswith(told.fields[0])
     assert len(told.message) > 10, "says what is wrong"
     assert "Traceback" not in told.message
+    assert "segments/" not in told.message, "where a file lies is for the log"
 
 
 # -- what any server answers
@@ -433,6 +434,16 @@ def file_gone(start: Start) -> Refusal:
         return refused(lambda: wire.fetch(sample.namespace))
 
 
+def unreadable(start: Start) -> Refusal:
+    server = start()
+    with Wire(server.address) as wire:
+        sample = stored(wire)
+        (segment,) = Path(server.directory, "segments").iterdir()
+        segment.rename(segment.with_suffix(".aside"))
+        segment.symlink_to(segment)  # a loop, which nobody can open
+        return refused(lambda: wire.fetch(sample.namespace))
+
+
 def no_password(start: Start) -> Refusal:
     with Wire(start(PION_PASSWORD="open sesame").address) as wire:
         return refused(lambda: wire.lookup("errors/none"))
@@ -462,6 +473,7 @@ WITH_A_SERVER_OF_THEIR_OWN: list[tuple[str, Callable[[Start], Refusal]]] = [
     ("CORRUPT", corrupt_export),
     ("CORRUPT", truncated),
     ("CORRUPT", file_gone),
+    ("CORRUPT", unreadable),
     ("NOT_AUTHENTICATED", no_password),
     ("INTERNAL", fault_of_the_server),
 ]

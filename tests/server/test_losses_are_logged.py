@@ -36,12 +36,15 @@ def test_damage_is_not_silent(start_server) -> None:
             file.write(b"not what was stored")
         told = refused(lambda: wire.fetch("losses/damaged"))
         assert told.code == grpc.StatusCode.DATA_LOSS
+        assert told.message.startswith("'losses/damaged' is damaged and has been taken out")
         (entry,) = eventually(
             lambda: [entry for entry in server.log if entry["event"].startswith("damaged")]
         )
         assert wire.names() == ["losses/sound"]
     assert (entry["level"], entry["count"]) == ("warning", 1)
     assert entry["files"] == [f"segments/{path.name}"]
+    (trouble,) = eventually(lambda: [e for e in server.log if e["event"] == "file in trouble"])
+    assert f"{path}: the page at byte" in trouble["problem"], "the operator learns which"
 
 
 def segments(directory: Path) -> list[Path]:
