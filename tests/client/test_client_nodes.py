@@ -15,7 +15,7 @@ from grpc._cython import cygrpc
 
 from pion_client import Client
 from pion_client.connection import CHANNEL_OPTIONS, RING_OPTIONS, Connection
-from pion_client.errors import ClientClosed, Unavailable
+from pion_client.errors import ClientClosed, InvalidRequest, Unavailable
 from pion_client.nodes import ROUTE, Health, direct
 from pion_client.ring import Ring
 from pion_client.together import descriptions
@@ -153,6 +153,15 @@ def test_what_differs_between_nodes_is_not_hidden(live: ServerProcess) -> None:
     assert both.tenant_budget_bytes == 0, "one has no quota"
     assert descriptions([other, other]).tenant_budget_bytes == 10
     assert descriptions([one]) == one
+
+
+def test_no_name_is_more_than_the_metadata_of_a_call_holds(live: ServerProcess) -> None:
+    long = "ß" * 50_000
+    with Client(live.address, export=False) as client:
+        assert list(client.list(long)) == []
+        for ask in (client.lookup, client.fetch, client.drop, client.blocks):
+            with pytest.raises(InvalidRequest):
+                ask(long)
 
 
 def test_no_name_is_taken_for_a_node() -> None:

@@ -26,7 +26,7 @@ from pion_client.connection import Connection, retried
 from pion_client.errors import BadAnswer, DataCorrupt, NotStored
 from pion_client.fetching import Progress, ScatteredRows
 from pion_client.lanes import Lanes
-from pion_client.routes import Routes
+from pion_client.routes import Routes, by_name
 from pion_client.rows import rows_of, tensor_rows
 from pion_client.states import States
 from pion_client.storing import prefix_content
@@ -403,7 +403,7 @@ class Client(AttendMixin):
             timeout_s: for each page, instead of the client's.
         """
         text("prefix", prefix)
-        routes = self._routes.everywhere or (prefix,)
+        routes = self._routes.everywhere or (by_name(prefix),)
         listings = [self._listed(prefix, route, timeout_s) for route in routes]
         merged = heapq.merge(*listings, key=lambda info: info.namespace.encode())
         for _, same in itertools.groupby(merged, key=lambda info: info.namespace):
