@@ -56,7 +56,7 @@ def test_a_shortened_option_is_not_guessed(run: Run, command):
 def test_a_server_that_is_down_is_no_traceback(run: Run, short_tmp: Path, command):
     address = f"unix:{short_tmp}/nobody"
     command = [part.replace("FILE", f"{short_tmp}/file") for part in command]
-    ran = run(*command, "--address", address, "--timeout", "0.1")
+    ran = run(*command, "--address", address, "--timeout", "0.5")
     assert (ran.status, ran.out) == (1, "")
     assert f"no server answers at {address}" in ran.err
     assert f"pion-grpc serve --listen {address}" in ran.err
@@ -66,14 +66,14 @@ def test_a_server_that_is_down_is_no_traceback(run: Run, short_tmp: Path, comman
 def test_certificates_are_not_spoken_of_where_there_are_none(run: Run, short_tmp: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    command = "ls", "--address", address, "--timeout", "0.1"
+    command = "ls", "--address", address, "--timeout", "0.5"
     assert "certificate" not in run(*command).err
     authority = Authority(short_tmp / "authority")
     assert "--tls-ca" in run(*command, "--tls-ca", authority.ca).err
 
 
 def test_a_program_does_not_read_errors_from_prose(run: Run, short_tmp: Path):
-    ran = run("ls", "--json", "--timeout", "0.1", "--address", f"unix:{short_tmp}/nobody")
+    ran = run("ls", "--json", "--timeout", "0.5", "--address", f"unix:{short_tmp}/nobody")
     assert (ran.status, ran.err) == (1, "")
     assert ran.json["error"]["reason"] == "UNAVAILABLE"
     assert "pion-grpc serve" in ran.json["error"]["message"]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -38,6 +39,11 @@ def remote(address: str, **options: Any) -> Client:
     return Client(address, export=False, **options)
 
 
+def breaking(server: ServerProcess, every: int) -> AbstractContextManager[Link]:
+    """A link for `cutting`: little more passes before each cut, so that none comes too late."""
+    return linked(server.address, freeze_down=every + 2 * MIB)
+
+
 def cutting(link: Link, every: int) -> Callable[[int, int], None]:
     """A progress callback that cuts the link whenever so many more bytes have arrived."""
     limit = every
@@ -56,7 +62,7 @@ def test_a_broken_stream_is_resumed_not_restarted(
     server: ServerProcess, direct: Client, as_mlx: bool
 ) -> None:
     at = 9 * MIB
-    with linked(server.address) as link, remote(link.address) as client:
+    with breaking(server, at) as link, remote(link.address) as client:
         prefix = client.fetch("name", as_mlx=as_mlx, progress=cutting(link, at))
         assert prefix is not None
         assert_same(prefix.layers, LAYERS)
@@ -65,7 +71,7 @@ def test_a_broken_stream_is_resumed_not_restarted(
 
 def test_rows_of_a_range_are_resumed_where_they_are(server: ServerProcess, direct: Client) -> None:
     at = 3 * MIB
-    with linked(server.address) as link, remote(link.address) as client:
+    with breaking(server, at) as link, remote(link.address) as client:
         prefix = client.fetch("name", rows=(1_001, 3_999), progress=cutting(link, at))
         assert prefix is not None
         assert_same(prefix.layers, [(k[:, 1_001:3_999], v[:, 1_001:3_999]) for k, v in LAYERS])
@@ -95,7 +101,7 @@ def test_a_live_prefix_that_grows_between_two_streams_is_resumed_as_it_was_annou
 
     append(0, layers)
     once = iter([lambda: append(200_000, extra)])
-    with linked(server.address) as link, remote(link.address) as client:
+    with breaking(server, 2 * MIB) as link, remote(link.address) as client:
         cut = cutting(link, 2 * MIB)
 
         def grow_and_cut(done: int, total: int) -> None:
@@ -115,7 +121,7 @@ def test_parts_are_resumed_where_they_are(server: ServerProcess, direct: Client)
     parts = [Part("state", slot, 10, bytes([slot + 1]) * (3 * MIB)) for slot in range(3)]
     direct.store("parts", layers=layers, token_ids=range(10), model=MODEL, parts=parts)
     at = 4 * MIB
-    with linked(server.address) as link, remote(link.address) as client:
+    with breaking(server, at) as link, remote(link.address) as client:
         prefix = client.fetch("parts", part_kinds=["state"], progress=cutting(link, at))
         assert prefix is not None
         assert_same(prefix.layers, layers)
@@ -126,7 +132,7 @@ def test_parts_are_resumed_where_they_are(server: ServerProcess, direct: Client)
 def test_a_stream_that_breaks_again_and_again_goes_on_as_long_as_it_brings_something(
     server: ServerProcess, direct: Client
 ) -> None:
-    with linked(server.address) as link, remote(link.address) as client:
+    with breaking(server, 2 * MIB) as link, remote(link.address) as client:
         prefix = client.fetch("name", progress=cutting(link, 2 * MIB))
         assert prefix is not None
         assert_same(prefix.layers, LAYERS)

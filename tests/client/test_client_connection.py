@@ -282,6 +282,20 @@ def test_a_server_that_stays_away_is_not_waited_for_again_and_again(peer: Peer) 
         assert client._connection.away_s == 0, "it is there: the next time it is waited for"
 
 
+def test_a_server_that_is_away_is_not_called_slow_when_the_time_is_up(peer: Peer) -> None:
+    late = (grpc.StatusCode.DEADLINE_EXCEEDED, "")
+    with Client(peer.address) as client:
+        peer.statuses = [AWAY, late]
+        with pytest.raises(errors.Unavailable):
+            client.lookup("x", tries=1)
+        with pytest.raises(errors.Unavailable, match="DEADLINE_EXCEEDED"):
+            client.lookup("x", tries=1)
+        peer.statuses = [HERE, late]
+        client.describe()
+        with pytest.raises(errors.DeadlineExceeded):
+            client.lookup("x", tries=1)
+
+
 @pytest.mark.parametrize("answer", [DRAINING, status(grpc.StatusCode.ABORTED, "CONFLICT")])
 def test_a_server_that_refuses_is_not_away(peer: Peer, answer: Any) -> None:
     with Client(peer.address) as client:

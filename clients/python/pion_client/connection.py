@@ -235,8 +235,7 @@ class Connection:
             except grpc.RpcError as error:
                 if self._closed:
                     raise ClientClosed("the client was closed during the call") from error
-                meaning = from_rpc_error(error)
-                self._note(meaning)
+                meaning = self._explained(from_rpc_error(error))
                 if meaning.from_transport:
                     self._renew(stubs)
                 raise meaning from error
@@ -253,11 +252,16 @@ class Connection:
         if stubs is not None:
             stubs.channel.close()
 
-    def _note(self, error: PionError) -> None:
+    def _explained(self, error: PionError) -> PionError:
+        """Notes whether the server is away, and returns what the caller should know."""
         if not error.from_transport:
             self._away_since_s = None
-        elif isinstance(error, Unavailable) and self._away_since_s is None:
-            self._away_since_s = time.monotonic()
+        elif isinstance(error, Unavailable):
+            self._away_since_s = self._away_since_s or time.monotonic()
+        elif isinstance(error, DeadlineExceeded) and self._away_since_s is not None:
+            # The last of several attempts had little time: that nobody is there is the reason.
+            return Unavailable(str(error), from_transport=True)
+        return error
 
     def _connected(self) -> Stubs:
         with self._lock:
