@@ -160,6 +160,9 @@ class Sessions:
     ) -> bool:
         """Says whether both sides of a namespace exist; counts a hit or a miss.
 
+        It is a miss, too, if a layer has more rows on one side than on the other, unless one side has
+        none at all: a client died while it stored them, and the next one shall store them again.
+
         A hit credits the rows of K's first layer with the registered prefill time, unless the caller
         says which tokens, or which time, it restored. Without `settle` nothing is read but the
         catalogue, and nothing is written.
@@ -167,8 +170,8 @@ class Sessions:
         Raises:
             Unsettled: its files have to be looked at first, or taken out; ask again with `settle`.
         """
-        row, sides = self._vouched(tenant, namespace, settle=settle)
-        hit = len(sides) == len(Side)
+        row, sides, is_even = self._vouched(tenant, namespace, settle=settle)
+        hit = len(sides) == len(Side) and is_even
         self._store.ledger.lookup(hit=hit)
         if row is not None:
             self._workshop.space.uses.note(row.id, "".join(sorted(sides)))
@@ -184,20 +187,21 @@ class Sessions:
 
     def _vouched(
         self, tenant: str, namespace: str, *, settle: bool
-    ) -> tuple[PrefixRow | None, frozenset[Side]]:
-        """Returns a prefix whose files are there, and its sides."""
+    ) -> tuple[PrefixRow | None, frozenset[Side], bool]:
+        """Returns a prefix whose files are there, its sides, and whether those have the same rows."""
         while True:
             with self._catalog.read() as transaction:
                 row = transaction.by_name(tenant, namespace)
                 if row is None:
-                    return None, frozenset()
+                    return None, frozenset(), True
                 sides = _sides(transaction, row)
+                is_even = _is_even(transaction, row)
                 chain = transaction.chain(row)
             if not settle and any(self._workshop.recovery.is_due(link) for link in chain):
                 raise Unsettled(namespace)
             try:
                 if self._workshop.recovery.vouch(chain):
-                    return row, sides
+                    return row, sides, is_even
             except CorruptPrefix as error:
                 if not settle:
                     raise Unsettled(namespace) from error
@@ -441,6 +445,21 @@ def _sides(transaction: Transaction, row: PrefixRow) -> frozenset[Side]:
     """Returns the sides that a prefix has: declared ones, and those of its tensors."""
     declared = {Side(side) for side in Sides(transaction).of(row.id)}
     return frozenset(declared | {t.side for t in Layout.from_json(row.layout).tensors})
+
+
+def _is_even(transaction: Transaction, row: PrefixRow) -> bool:
+    """Whether no layer has more rows on one side than on the other, of what was declared side by side.
+
+    A side that has no rows at all yet is another matter.
+    """
+    if len(Sides(transaction).of(row.id)) < len(Side):
+        return True
+    rows: dict[Side, dict[int, int]] = {side: {} for side in Side}
+    tensors = Layout.from_json(row.layout).tensors
+    for tensor, count in zip(tensors, own_row_counts(row), strict=True):
+        if count:
+            rows[tensor.side][tensor.slot] = count
+    return rows[Side.K] == rows[Side.V] or not all(rows.values())
 
 
 def _check_same_by_name(

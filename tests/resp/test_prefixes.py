@@ -38,6 +38,25 @@ def test_half_a_prefix_is_a_miss(wire: Wire) -> None:
     assert wire("KV.PREFIX.LOOKUP", "half") == "HIT"
 
 
+@pytest.mark.parametrize("save", [False, True])
+def test_a_prefix_whose_store_broke_off_is_a_miss_until_it_is_stored_again(
+    wire: Wire, save: bool
+) -> None:
+    name = f"broken off {save}"
+    rows = np.arange(128, dtype=np.float16).tobytes()
+    wire("KV.PREFIX.REGISTER", name, 64, "fp16")
+    answers = []
+    for layer, side, count in [
+        (0, "pk", 2), (0, "pv", 1), (0, "pv", 2), (1, "pk", 2), (1, "pv", 2), (0, "pk", 2),
+    ]:  # fmt: skip
+        wire("V.STOREBATCH", f"{name}_{side}", layer, 0, count, rows[: 128 * count], "FMT", "F16")
+        if save:
+            assert wire("KV.PREFIX.SAVE") == "OK"
+        answers.append(wire("KV.PREFIX.LOOKUP", name))
+    assert answers == ["HIT", "MISS", "HIT", "MISS", "HIT", "HIT"]
+    assert wire("V.FETCH", f"{name}_pv", 1, "RANGE", 0, 2, "FMT", "NATIVE") == rows
+
+
 def test_a_session_without_sides_is_no_prefix(wire: Wire) -> None:
     wire("V.CREATE", "bare", 64)
     assert wire("KV.PREFIX.LOOKUP", "bare") == "MISS"

@@ -132,6 +132,29 @@ def test_a_hit_continues_as_the_rounded_cache_does(
     wire.close()
 
 
+def test_a_prefix_whose_client_died_is_stored_again(model: Any, server: ServerProcess) -> None:
+    first = prompt_cache(model, server)
+    call, batches = first.resp.call, []
+
+    def dying(*words: Any) -> Any:
+        if words[0] == "V.STOREBATCH" and len(batches) == 3:
+            raise KeyboardInterrupt
+        batches.extend(words[:1] if words[0] == "V.STOREBATCH" else ())
+        return call(*words)
+
+    first.resp.call = dying
+    with pytest.raises(KeyboardInterrupt):
+        first.get_or_prefill(prompt(), "ns")
+    second = prompt_cache(model, server)
+    same_run(model, second.get_or_prefill(prompt(), "ns"), prefilled(model, prompt()))
+    assert second.stats()["misses"] == 1, "it would miss rows, and whoever asks an answer"
+    third = prompt_cache(model, server)
+    same_run(
+        model, third.get_or_prefill(prompt(), "ns"), rounded(model, prefilled(model, prompt()))
+    )
+    assert third.stats()["hits"] == 1
+
+
 def test_a_second_process_decodes_the_same_fifty_tokens(model: Any, server: ServerProcess) -> None:
     prompt_cache(model, server).get_or_prefill(prompt(), "shared")
     expected, _ = decoded(model, rounded(model, prefilled(model, prompt())))

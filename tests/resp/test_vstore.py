@@ -475,7 +475,7 @@ def test_values_are_the_same_bits_after_a_restart(
         wire("KV.PREFIX.REGISTER", name, D, name)
         for layer in range(2):
             wire("V.STOREBATCH", f"{name}_pk", layer, 0, 100, uniform(100).tobytes())
-            wire("V.STOREBATCH", f"{name}_pv", layer, 0, 90, uniform(90).tobytes())
+            wire("V.STOREBATCH", f"{name}_pv", layer, 0, 100, uniform(100).tobytes())
         before[name] = wire("V.FETCH", f"{name}_pk", "BATCH", 0, 100)
     if save:
         assert wire("KV.PREFIX.SAVE") == "OK"
