@@ -17,9 +17,9 @@ from pion_grpc.core.reading import CorruptPrefix
 from pion_grpc.core.values import LookupQuery, LookupResult, MatchQuery, MatchResult, MissReason
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import OverBudget
-from pion_grpc.storage.catalog import PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.leases import Leases
 from pion_grpc.storage.match_index import MatchIndex
+from pion_grpc.storage.transaction import PrefixRow, Transaction, unix_ms
 from pion_wire.blocks import common_tokens, root_hash
 
 Answer = TypeVar("Answer")

@@ -20,8 +20,8 @@ from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import Corrupt, Unreadable
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import SEGMENT_SUFFIX, BlobRow, Blobs
-from pion_grpc.storage.catalog import Transaction
 from pion_grpc.storage.pages import CheckedRun, OpenFile, RowFile, SegmentWriter
+from pion_grpc.storage.transaction import Transaction
 from pion_wire.segment import SegmentLayout
 
 INLINE_BYTES_MAX = 64 << 10

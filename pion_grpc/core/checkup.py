@@ -20,10 +20,10 @@ from typing import Literal, NamedTuple
 from pion_grpc.core.reading import segment_layout
 from pion_grpc.errors import CannotStart, Corrupt, TooManyFiles, Unreadable
 from pion_grpc.storage.blobs import BlobRow
-from pion_grpc.storage.catalog import PrefixRow
 from pion_grpc.storage.catalog_reader import CatalogReader, Located, reading
 from pion_grpc.storage.directory import rebuild_command
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
+from pion_grpc.storage.transaction import PrefixRow
 from pion_wire.layout import Layout
 from pion_wire.limits import CHUNK_BYTES_MAX
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pion_grpc.core.reading import Reading, segment_layout
 from pion_grpc.core.values import ExportedFile, ExportExtent
 from pion_grpc.errors import Evicted
-from pion_grpc.storage.catalog import PrefixRow
 from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.storage.transaction import PrefixRow
 
 CHECKED_MAX = 100_000
 """Files that are remembered as checked; the oldest are checked again."""

@@ -6,8 +6,8 @@ They read as zeros and take no room until a segment holds them. Knows extents; r
 from collections.abc import Iterable
 
 from pion_grpc.core.reading import segment_layout
-from pion_grpc.storage.catalog import PrefixRow
 from pion_grpc.storage.extents import ExtentRow
+from pion_grpc.storage.transaction import PrefixRow
 from pion_wire.layout import TensorLayout
 
 

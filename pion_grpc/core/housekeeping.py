@@ -12,10 +12,10 @@ from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import DiskFull, OverBudget
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
-from pion_grpc.storage.catalog import unix_ms
 from pion_grpc.storage.leases import Leases
 from pion_grpc.storage.row_snapshots import RowSnapshotTable
 from pion_grpc.storage.sides import Sides
+from pion_grpc.storage.transaction import unix_ms
 
 
 class Totals(NamedTuple):

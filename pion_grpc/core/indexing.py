@@ -6,8 +6,8 @@ whoever takes a parent out of the index leaves the shared ones to its children.
 """
 
 from pion_grpc.core.reading import parts_of
-from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_grpc.storage.match_index import MatchIndex
+from pion_grpc.storage.transaction import PrefixRow, Transaction
 from pion_wire.blocks import BLOCK_BYTES, BLOCK_TOKENS, block_hashes, root_hash
 
 

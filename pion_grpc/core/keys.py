@@ -25,9 +25,9 @@ from pion_grpc.core.key_values import (
 from pion_grpc.core.numbers import checked_sum, float_sum
 from pion_grpc.core.patterns import matches
 from pion_grpc.storage.blobs import Blobs
-from pion_grpc.storage.catalog import Transaction
 from pion_grpc.storage.keyspace import KeyRow, KeyTable
 from pion_grpc.storage.keyspace import Kind as Kind
+from pion_grpc.storage.transaction import Transaction
 
 STRING_BYTES_MAX = 512 << 20
 

@@ -23,8 +23,8 @@ from pion_grpc.core.space import FREE_BYTES_MAX
 from pion_grpc.errors import OverBudget, OverQuota, PionError
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
-from pion_grpc.storage.catalog import Transaction, unix_ms
 from pion_grpc.storage.keyspace import KeyTable, expired
+from pion_grpc.storage.transaction import Transaction, unix_ms
 
 BATCH_MAX = 512
 """Pieces of work in one transaction."""

@@ -37,11 +37,11 @@ from pion_grpc.errors import (
     NotStored,
 )
 from pion_grpc.storage.accounts import Accounts
-from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.match_index import MatchIndex
 from pion_grpc.storage.pages import RowFile, SegmentWriter
 from pion_grpc.storage.sides import Sides
+from pion_grpc.storage.transaction import PrefixRow, Transaction
 from pion_wire import limits
 from pion_wire.framing import RowChunk
 from pion_wire.layout import Layout, Side, TensorLayout

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pion_grpc.core.reading import chain_parts
-from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_grpc.storage.match_index import MatchIndex
+from pion_grpc.storage.transaction import PrefixRow, Transaction
 from pion_wire.blocks import BLOCK_BYTES, BLOCK_TOKENS, block_hashes, common_tokens
 from pion_wire.layout import PartInfo
 

@@ -23,9 +23,9 @@ from pion_grpc.core.values import (
 )
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import Corrupt, Evicted, GenerationDiffers, RowsOutOfRange, Unreadable
-from pion_grpc.storage.catalog import PrefixRow, Transaction, unix_ms
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.match_index import MatchIndex
+from pion_grpc.storage.transaction import PrefixRow, Transaction, unix_ms
 from pion_wire.layout import Layout, PartInfo
 
 

@@ -59,11 +59,12 @@ from pion_grpc.errors import (
     PionError,
     Unreadable,
 )
-from pion_grpc.storage.catalog import Catalog, NewPrefix, PrefixRow, Transaction
+from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
 from pion_grpc.storage.sides import Sides
+from pion_grpc.storage.transaction import NewPrefix, PrefixRow, Transaction
 from pion_wire import limits
 from pion_wire.layout import Layout, Side
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from pion_grpc.core.values import FetchQuery, Position, RowRange
 from pion_grpc.errors import Corrupt
-from pion_grpc.storage.catalog import PrefixRow
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import ExtentRow
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
+from pion_grpc.storage.transaction import PrefixRow
 from pion_wire import limits
 from pion_wire.codecs import ArrayLayout, parse
 from pion_wire.layout import DType, Layout, LayoutError, PartInfo, TensorLayout

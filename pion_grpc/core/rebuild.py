@@ -44,17 +44,13 @@ from pion_grpc.errors import (
     Unreadable,
 )
 from pion_grpc.storage.accounts import Accounts
-from pion_grpc.storage.catalog import (
-    Catalog,
-    DamagedCatalogue,
-    NewPrefix,
-    PrefixRow,
-    Transaction,
-)
+from pion_grpc.storage.catalog import Catalog
+from pion_grpc.storage.catalog_errors import DamagedCatalogue
 from pion_grpc.storage.directory import NOT_ADOPTED, DataDirectory
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.match_index import MatchIndex
 from pion_grpc.storage.pages import CheckedRun, OpenFile, disk_errors, open_segment
+from pion_grpc.storage.transaction import NewPrefix, PrefixRow, Transaction
 from pion_wire import limits
 from pion_wire.blocks import common_tokens
 from pion_wire.layout import Layout

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pion_grpc.core.values import RowRange
-from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
+from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.storage.transaction import PrefixRow, Transaction, unix_ms
 
 ESTIMATED_SECONDS_PER_TOKEN = 555e-6
 """Prefill of a 4-bit model with 1 billion parameters on an M-series Mac; larger ones cost more."""

@@ -21,11 +21,12 @@ from pion_grpc.core.reading import (
 from pion_grpc.core.space import Space
 from pion_grpc.errors import Corrupt
 from pion_grpc.storage.accounts import Accounts
-from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction
+from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.pages import CheckedRun, OpenFile, open_segment
 from pion_grpc.storage.sides import Sides
+from pion_grpc.storage.transaction import PrefixRow, Transaction
 from pion_wire.layout import Layout, TensorLayout
 
 

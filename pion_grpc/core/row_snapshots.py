@@ -15,10 +15,10 @@ from pion_grpc.core.reading import own_row_counts
 from pion_grpc.core.values import check_namespace
 from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import NotStored, OverBudget
-from pion_grpc.storage.catalog import PrefixRow, Transaction
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.row_snapshots import RowSnapshotTable
 from pion_grpc.storage.sides import Sides
+from pion_grpc.storage.transaction import PrefixRow, Transaction
 from pion_wire.layout import Layout
 
 SNAPSHOTS_MAX = 16

@@ -43,11 +43,11 @@ from pion_grpc.core.values import (
 )
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored
 from pion_grpc.storage.accounts import Accounts
-from pion_grpc.storage.catalog import NewPrefix, PrefixRow, Transaction
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
 from pion_grpc.storage.row_snapshots import RowSnapshotTable
 from pion_grpc.storage.sides import Sides
+from pion_grpc.storage.transaction import NewPrefix, PrefixRow, Transaction
 from pion_wire.layout import DType, Layout, Side, TensorLayout
 from pion_wire.rows import encode_rows
 

@@ -21,13 +21,14 @@ from pion_grpc.core.receipt import leave_behind
 from pion_grpc.core.uses import Uses
 from pion_grpc.errors import DiskFull, OverBudget, OverQuota
 from pion_grpc.storage.accounts import Accounts
-from pion_grpc.storage.catalog import Catalog, PrefixRow, Transaction, unix_ms
+from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import Extents
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.leases import Leases
 from pion_grpc.storage.states import States
+from pion_grpc.storage.transaction import PrefixRow, Transaction, unix_ms
 
 CATALOG_HEADROOM_BYTES = 4 << 20
 """What the database may grow between two looks at its size."""

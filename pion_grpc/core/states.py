@@ -26,8 +26,8 @@ from pion_grpc.core.values import (
 )
 from pion_grpc.errors import GenerationDiffers, InvalidRequest
 from pion_grpc.storage.blobs import Blobs
-from pion_grpc.storage.catalog import unix_ms
 from pion_grpc.storage.states import StateRow, States
+from pion_grpc.storage.transaction import unix_ms
 from pion_wire import limits
 from pion_wire.framing import PartChunk
 from pion_wire.layout import Layout, PartInfo

@@ -28,9 +28,9 @@ from pion_grpc.errors import (
     NotStored,
     OtherContent,
 )
-from pion_grpc.storage.catalog import NewPrefix, PrefixRow, Transaction
 from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
 from pion_grpc.storage.pages import SegmentWriter
+from pion_grpc.storage.transaction import NewPrefix, PrefixRow, Transaction
 from pion_wire import limits
 from pion_wire.blocks import common_tokens, derived_namespace, root_hash
 from pion_wire.framing import PartChunk, RowChunk

@@ -9,9 +9,10 @@ own for up to a second; no limit on a number goes by them.
 import threading
 import time
 
-from pion_grpc.storage.catalog import Catalog, Transaction
+from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.states import States
+from pion_grpc.storage.transaction import Transaction
 from pion_grpc.storage.uses import Use, UseFile
 
 _SIDES = ("", "k", "v", "kv")

@@ -11,14 +11,12 @@ from typing import NamedTuple
 from pion_grpc.core.reading import CorruptPrefix
 from pion_grpc.core.recovery import Recovery
 from pion_grpc.core.space import Space
-from pion_grpc.storage.catalog import (
-    Catalog,
-    PrefixRow,
-)
+from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import Extents
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import OpenFile
+from pion_grpc.storage.transaction import PrefixRow
 
 
 class Workshop(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import Transaction
+    from pion_grpc.storage.transaction import Transaction
 
 SCHEMA = """
 CREATE TABLE reservation (

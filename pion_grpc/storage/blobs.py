@@ -10,14 +10,12 @@ programs can read it, too. Which of the two, the end of its name says.
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pion_grpc.errors import Corrupt
 from pion_grpc.storage.pages import CheckedRun, OpenFile
+from pion_grpc.storage.transaction import Transaction
 from pion_wire.segment import SegmentError, check_header, header_length
-
-if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import Transaction
 
 SEGMENT_SUFFIX = ".safetensors"
 LEASED = "blob.leased_until_unix_ms > CAST(unixepoch('subsec') * 1000 AS INTEGER)"
@@ -87,7 +85,7 @@ class BlobRow(NamedTuple):
 class Blobs:
     """The table of blobs within one transaction."""
 
-    def __init__(self, transaction: "Transaction") -> None:
+    def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
 
     def add(self, tenant: str, file: str, size: int, checksums: bytes, boot: str | None) -> int:

@@ -14,18 +14,12 @@ import apsw
 
 from pion_grpc.errors import CannotStart
 from pion_grpc.storage.blobs import BlobRow, Blobs
-from pion_grpc.storage.catalog import (
-    APPLICATION_ID,
-    BUSY_MS,
-    SCHEMA_VERSION,
-    DamagedCatalogue,
-    PrefixRow,
-    Transaction,
-    check_shape,
-    shape_of,
-)
+from pion_grpc.storage.catalog import BUSY_MS
+from pion_grpc.storage.catalog_errors import DamagedCatalogue
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.match_index import MatchIndex
+from pion_grpc.storage.schema import APPLICATION_ID, SCHEMA_VERSION, check_shape, shape_of
+from pion_grpc.storage.transaction import PrefixRow, Transaction
 
 
 class Located(NamedTuple):

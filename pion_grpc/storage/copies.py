@@ -4,10 +4,7 @@ They can be made again at any time, so they are the first to go, the one that wa
 before the others. No name is used twice: a file that is about to be removed is never a new one.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import Transaction
+from pion_grpc.storage.transaction import Transaction
 
 SCHEMA = """
 CREATE TABLE copy (
@@ -33,7 +30,7 @@ END;
 class Copies:
     """The table of copies within one transaction."""
 
-    def __init__(self, transaction: "Transaction") -> None:
+    def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
 
     def find(self, tenant: str, request: str, made_of: str) -> str | None:

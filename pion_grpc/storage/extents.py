@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import Transaction
+    from pion_grpc.storage.transaction import Transaction
 
 EXTENTS_AT_ONCE = 16
 """Extents that are read at once where the latest ones may be enough."""

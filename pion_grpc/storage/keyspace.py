@@ -13,12 +13,10 @@ under a name that no tenant can have.
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pion_grpc.storage.blobs import Blobs
-
-if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import Transaction
+from pion_grpc.storage.transaction import Transaction
 
 SCHEMA = """
 CREATE TABLE key (
@@ -133,7 +131,7 @@ _COLUMNS = "id, name, kind, string, blob, expires_unix_ms, revision"
 class KeyTable:
     """The keys of one tenant within one transaction, at one moment."""
 
-    def __init__(self, transaction: "Transaction", tenant: str, now_unix_ms: int) -> None:
+    def __init__(self, transaction: Transaction, tenant: str, now_unix_ms: int) -> None:
         self._tenant = tenant
         self._now = now_unix_ms
         self._all = transaction.all
@@ -480,7 +478,7 @@ class KeyTable:
         return self._revision
 
 
-def expired(transaction: "Transaction", now_unix_ms: int, count: int) -> list[tuple[str, bytes]]:
+def expired(transaction: Transaction, now_unix_ms: int, count: int) -> list[tuple[str, bytes]]:
     """Returns keys that have expired, of all tenants, as tenant and name."""
     rows = transaction.all(
         "SELECT tenant, name FROM key WHERE expires_unix_ms <= ? LIMIT ?", (now_unix_ms, count)

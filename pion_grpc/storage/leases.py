@@ -4,10 +4,7 @@ Knows no clock of its own: every question comes with the time. The one decision:
 keeps nothing from that moment on, whether or not its row is still here.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import Transaction
+from pion_grpc.storage.transaction import Transaction
 
 SCHEMA = """
 CREATE TABLE lease (
@@ -20,7 +17,7 @@ CREATE INDEX lease_prefix ON lease (prefix);
 class Leases:
     """The table of leases within one transaction."""
 
-    def __init__(self, transaction: "Transaction") -> None:
+    def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
 
     def add(self, lease: bytes, prefix: int, expires_unix_ms: int) -> None:

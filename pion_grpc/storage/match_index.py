@@ -5,10 +5,9 @@ one decision: an entry only finds; whoever asks compares the token ids, which ar
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import PrefixRow, Transaction
+from pion_grpc.storage.transaction import PrefixRow, Transaction
 
 EQUALS_MAX = 64
 """Equal matches among which the most recently used is chosen."""
@@ -37,7 +36,7 @@ class BlockTableRow(NamedTuple):
 class MatchIndex:
     """The tables of entries, token ids and hashes within one transaction."""
 
-    def __init__(self, transaction: "Transaction") -> None:
+    def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
 
     def add(self, prefix: int, nodes: Iterable[tuple[bytes, bytes]]) -> None:
@@ -73,7 +72,7 @@ class MatchIndex:
         )
         return [bytes(row[0]) for row in after + before]
 
-    def most_recent(self, parent: bytes, beginning: bytes) -> "PrefixRow | None":
+    def most_recent(self, parent: bytes, beginning: bytes) -> PrefixRow | None:
         """Returns the most recently used prefix with an entry that begins so; a few are looked at."""
         return self._transaction.find(
             "id IN (SELECT prefix FROM node WHERE parent = ? AND tokens BETWEEN ? AND ?"

@@ -5,10 +5,8 @@ they go with the prefix, with a side of it that goes, and with the last process 
 """
 
 import json
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import Transaction
+from pion_grpc.storage.transaction import Transaction
 
 SCHEMA = """
 CREATE TABLE row_snapshot (
@@ -27,7 +25,7 @@ ID_MAX = (1 << 63) - 1
 class RowSnapshotTable:
     """The table of row snapshots within one transaction."""
 
-    def __init__(self, transaction: "Transaction") -> None:
+    def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
 
     def add(self, prefix: int, sides: str, row_counts: dict[int, int]) -> int:

@@ -8,12 +8,10 @@ What became of sides is counted here, too, by all processes of a server together
 """
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pion_grpc.storage.extents import Extents
-
-if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import Transaction
+from pion_grpc.storage.transaction import Transaction
 
 SCHEMA = """
 CREATE TABLE side (
@@ -68,7 +66,7 @@ class SideCounts(NamedTuple):
 class Sides:
     """The table of sides within one transaction."""
 
-    def __init__(self, transaction: "Transaction") -> None:
+    def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
 
     def of(self, prefix: int) -> dict[str, str]:

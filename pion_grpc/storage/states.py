@@ -1,12 +1,10 @@
 """Recurrent states: one blob for each layer of a session, and what its owner says of it."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pion_grpc.storage.blobs import LEASED, Blobs
-
-if TYPE_CHECKING:
-    from pion_grpc.storage.catalog import Transaction
+from pion_grpc.storage.transaction import Transaction
 
 SCHEMA = """
 CREATE TABLE state (
@@ -40,7 +38,7 @@ class StateRow(NamedTuple):
 class States:
     """The table of states within one transaction."""
 
-    def __init__(self, transaction: "Transaction") -> None:
+    def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
 
     def get(self, tenant: str, session: str, layer: int) -> StateRow | None:

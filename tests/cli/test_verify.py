@@ -20,8 +20,8 @@ from pion_grpc.core.keys import Keys
 from pion_grpc.core.keyspace import Keyspace, Work
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.errors import CannotStart
-from pion_grpc.storage.catalog import SCHEMA_VERSION
 from pion_grpc.storage.directory import DataDirectory
+from pion_grpc.storage.schema import SCHEMA_VERSION
 from pion_wire.limits import PAGE_BYTES
 from tests.cli.conftest import Run, store
 from tests.conftest import ServerProcess

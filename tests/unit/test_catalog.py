@@ -10,20 +10,15 @@ import pytest
 
 from pion_grpc.errors import Busy, CannotStart, DiskFull
 from pion_grpc.storage import catalog as catalog_module
+from pion_grpc.storage import schema
 from pion_grpc.storage.accounts import Accounts
-from pion_grpc.storage.catalog import (
-    APPLICATION_ID,
-    SCHEMA_VERSION,
-    Catalog,
-    DamagedCatalogue,
-    NewPrefix,
-    OtherCatalogue,
-    Transaction,
-    unix_ms,
-)
+from pion_grpc.storage.catalog import Catalog
+from pion_grpc.storage.catalog_errors import DamagedCatalogue, OtherCatalogue
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.files import PowerCut
 from pion_grpc.storage.leases import Leases
+from pion_grpc.storage.schema import APPLICATION_ID, SCHEMA_VERSION
+from pion_grpc.storage.transaction import NewPrefix, Transaction, unix_ms
 
 
 @pytest.fixture
@@ -189,8 +184,8 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 # -- older and newer ones
 
-OLD = (catalog_module._MIGRATIONS[0],)
-NEXT = (*catalog_module._MIGRATIONS, "ALTER TABLE prefix ADD COLUMN note TEXT DEFAULT 'new'")
+OLD = (schema.MIGRATIONS[0],)
+NEXT = (*schema.MIGRATIONS, "ALTER TABLE prefix ADD COLUMN note TEXT DEFAULT 'new'")
 
 
 def versions(path: Path) -> tuple[int, list[str]]:
@@ -280,7 +275,7 @@ def test_what_sqlite_makes_for_itself_is_no_difference(path: Path) -> None:
 
 
 def test_the_version_is_that_of_the_last_migration() -> None:
-    assert len(catalog_module._MIGRATIONS) == SCHEMA_VERSION
+    assert len(schema.MIGRATIONS) == SCHEMA_VERSION
 
 
 # -- transactions

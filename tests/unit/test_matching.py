@@ -9,8 +9,9 @@ import pytest
 
 from pion_grpc.core.indexing import nodes
 from pion_grpc.core.matching import EXAMINED_MAX, Served, longest_match, served_with_parts
-from pion_grpc.storage.catalog import Catalog, NewPrefix
+from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.match_index import EQUALS_MAX, MatchIndex
+from pion_grpc.storage.transaction import NewPrefix
 from pion_wire.blocks import block_hashes, pack_token_ids, root_hash
 
 ROOT = root_hash("t", "m", "raw")
