@@ -55,6 +55,9 @@ extension PionClient {
         _ source: FetchSource, rows: Range<UInt64>?, slots: [Int], partKinds: [String]
     ) throws -> Pion_V1_PrefixStoreFetchRequest {
         try PionError.check32("slots", slots)
+        guard rows?.upperBound != 0 else {  // on its way it would mean all of them
+            throw PionError(.invalid, "rows: none are asked for", metadata: ["field": "rows"])
+        }
         return .with {
             switch source {
             case .namespace(let name): $0.namespace = name

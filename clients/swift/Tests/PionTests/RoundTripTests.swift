@@ -57,6 +57,9 @@ struct RoundTripTests {
             await #expect {
                 _ = try await client.fetch(.namespace(name), rows: 10..<101)
             } throws: { ($0 as? PionError)?.reason == .rows }
+            await #expect {
+                _ = try await client.fetch(.namespace(name), rows: 0..<0)
+            } throws: { ($0 as? PionError)?.reason == .invalid }
             _ = try await client.drop([name])
         }
     }
