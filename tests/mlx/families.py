@@ -5,6 +5,7 @@ with (zeros, ones) often switches off the very state that its cache keeps.
 """
 
 import importlib
+import importlib.util
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -166,6 +167,50 @@ CONFIGS = {
     },
     "deepseek_v3": _MLA,
     "deepseek_v32": {**_MLA, "index_head_dim": 16, "index_n_heads": 4, "index_topk": 8},
+    "deepseek_v41": {
+        **_SMALL,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "compress_ratios": (0, 4, 4, 1),
+        "kv_source_layer_ids": (1, 3),
+        "index_source_layer_ids": (1, 2, 3),
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "index_topk": 3,
+        "candidate_source_layer_id": 3,
+        "candidate_topk_blocks": 2,
+        "candidate_block_size": 2,
+    },
+    "longcat_flash_ngram": {
+        **_SMALL,
+        "num_layers": 2,
+        "ffn_hidden_size": 32,
+        "expert_ffn_hidden_size": 16,
+        "moe_topk": 2,
+        "n_routed_experts": 4,
+        "zero_expert_num": 1,
+        "zero_expert_type": "identity",
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "routed_scaling_factor": 1.0,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "attention_bias": False,
+        "ngram_vocab_size_ratio": 2,
+        "emb_neighbor_num": 4,
+        "emb_split_num": 2,
+    },
     "gpt_oss": {
         **_SMALL,
         "num_hidden_layers": 2,
@@ -205,6 +250,9 @@ CONFIGS = {
     },
 }
 """By the name of the family's module in mlx-lm."""
+CONFIGS = {
+    name: CONFIGS[name] for name in CONFIGS if importlib.util.find_spec(f"mlx_lm.models.{name}")
+}
 
 
 def build(family, dtype="float32", **changes):

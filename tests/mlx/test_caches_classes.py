@@ -462,6 +462,79 @@ def test_numbers_that_no_update_leads_to_are_not_installed(name):
     assert copy.empty()
 
 
+def ids_so_far(count, kept=3):
+    """What a model keeps of the last tokens' ids, which are not as many at first."""
+    cache = ArraysCache(1)
+    cache[0] = mx.arange(max(0, count - kept), count)[None]
+    return cache
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_ids_of_the_last_tokens_are_not_taken_for_another_models(count):
+    found, source, copy = caches.expected_of([ids_so_far(1)]), ids_so_far(count), ArraysCache(1)
+    assert found.covers(caches.expected_of([source]))
+    parts = travelled(caches.take_parts([source], count))
+    caches.install([copy], [], found.layout, count, parts=parts, needs=found.needs)
+    assert_same([copy[0]], [source[0]])
+
+
+def test_state_of_another_shape_is_not_taken_for_ids_so_far():
+    found, source, copy = caches.expected_of([ids_so_far(1)]), ids_so_far(40), ArraysCache(1)
+    source[0] = source[0].astype(mx.float32)
+    assert not found.covers(caches.expected_of([source]))
+    parts = travelled(caches.take_parts([source], 40))
+    with pytest.raises(caches.PartMismatch):
+        caches.install([copy], [], found.layout, 40, parts=parts, needs=found.needs)
+    assert copy[0] is None
+
+
+def layer_of(tokens, window=4, group=8):
+    """A cache of DeepSeek-V4.1: a window, and a row for each group of tokens that is full."""
+    cache = pytest.importorskip("mlx_lm.models.deepseek_v41").LayerCache(window)
+    if tokens:
+        cache.update_window(fresh_rows(tokens)[0, :1])
+        cache.pending_kv = fresh_rows(tokens % group)[0, :1]
+    if tokens >= group:
+        cache.compress_kv = fresh_rows(tokens // group, mx.bfloat16)[0, :1]
+    return cache
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7, 16, 20])
+def test_arrays_that_come_later_are_not_lost(tokens):
+    found, source, copy = caches.expected_of([layer_of(1)]), layer_of(tokens), layer_of(0)
+    assert found.covers(caches.expected_of([source]))
+    parts = travelled(caches.take_parts([source], tokens))
+    caches.install([copy], [], found.layout, tokens, parts=parts, needs=found.needs)
+    for name in ("window_size", "offset"):
+        assert getattr(copy, name) == getattr(source, name)
+    for mine, theirs in zip(copy.state[:-1], source.state[:-1], strict=True):
+        assert (mine is None) is (theirs is None)
+        assert_same(*([[], []] if mine is None else [[mine], [theirs]]))
+
+
+def with_less_of_it(cache):
+    cache.window = cache.window[:, 1:]
+
+
+def with_another_offset(cache):
+    cache.offset -= 1
+
+
+def with_another_window(cache):
+    cache.window_size = 3
+
+
+@pytest.mark.parametrize("spoil", [with_less_of_it, with_another_offset, with_another_window])
+def test_a_window_that_no_update_leads_to_is_not_installed(spoil):
+    found, source, copy = caches.expected_of([layer_of(1)]), layer_of(20), layer_of(0)
+    spoil(source)
+    parts = travelled(caches.take_parts([source], 20))
+    with pytest.raises(caches.PartMismatch):
+        caches.install([copy], [], found.layout, 20, parts=parts, needs=found.needs)
+    assert copy.window is None
+    assert copy.empty()
+
+
 def test_a_chunk_does_not_take_room_along_that_it_does_not_use():
     cache = ChunkedKVCache(8192)
     cache.update_and_fetch(fresh_rows(7), fresh_rows(7))

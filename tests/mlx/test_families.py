@@ -28,7 +28,7 @@ LONG_STEPS = ["mamba:float32:64:2048", "mamba2:float32:64:1024", "rwkv7:float32:
 
 
 class Continued:
-    """What a job leads to: in the first process, from a file of mlx-lm, in another process."""
+    """What a job leads to: in the first process, from a file of mlx-lm if it can, in another process."""
 
     def __init__(self, first, loaded):
         self.first, self.loaded = first, loaded
@@ -41,6 +41,8 @@ def first_process(client, job, path):
         cache = prompt_cache.get_or_prefill(ids)
         assert prompt_cache.flush(WAIT_S)
         assert prompt_cache.stats()["stores"] == 1, prompt_cache.stats()
+    if not all(hasattr(mlx_lm_cache, type(slot).__name__) for slot in cache):
+        return Continued(decoded(model, cache), None)  # mlx-lm does not load classes of its models
     mlx_lm_cache.save_prompt_cache(str(path), cache)
     loaded = mlx_lm_cache.load_prompt_cache(str(path))
     return Continued(decoded(model, cache, steps), decoded(model, loaded, steps))
@@ -71,7 +73,8 @@ def assert_same(continued, job):
     stats = continued.stats
     assert (stats["tokens_served"], stats["tokens_prefilled"]) == (count, 0), stats
     assert np.isfinite(continued.first).all()
-    assert np.array_equal(continued.fetched, continued.loaded)
+    if continued.loaded is not None:
+        assert np.array_equal(continued.fetched, continued.loaded)
     if not (BEFORE_0_32 and job.startswith("llama4")):  # mlx-lm loses rows of its own chunks there
         assert np.array_equal(continued.fetched, continued.first)
 

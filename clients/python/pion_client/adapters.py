@@ -17,7 +17,9 @@ first: that is another object, whose bits stay, because MLX copies a buffer that
 writes into it.
 """
 
+import contextlib
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -89,7 +91,7 @@ class PartAdapter(Protocol):
     class_name: str
     """What its class is called in parts, whatever it is called in this version of mlx-lm."""
     token_axis: int | None
-    """Which axis of its arrays grows with the tokens."""
+    """Which axis of its arrays grows with the tokens; of arrays of ids it is always the last."""
     numbers: tuple[str, ...]
     """The names of its numbers."""
 
@@ -273,7 +275,10 @@ class _Chunk(_Buffers):
 
 
 class _State:
-    """`ArraysCache` (`MambaCache` before 0.31): recurrent state, whatever the model puts there."""
+    """`ArraysCache` (`MambaCache` before 0.31): recurrent state, whatever the model puts there.
+
+    Integers are the ids of the last tokens, which are fewer as long as there are not as many.
+    """
 
     kind, class_name, token_axis = "state", "ArraysCache", None
     numbers = ()
@@ -302,13 +307,55 @@ class _State:
         cache.cache = list(contents.arrays)
 
 
+class _Layer:
+    """`deepseek_v41.LayerCache`: the last rows of a window, and what the model made of all of them.
+
+    Groups of tokens are compressed into one row each; the rows of a group that is not full wait for the
+    others. Its arrays are (1, rows, …), and there is none before its first row.
+    """
+
+    kind, class_name, token_axis = "layer", "LayerCache", 1
+    numbers = ("offset", "window_size")
+    _names = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
+
+    def is_empty(self, cache: Any) -> bool:
+        return not cache.offset
+
+    def contents(self, cache: Any) -> Contents | None:
+        if self.is_empty(cache):
+            return None
+        arrays = tuple(getattr(cache, name) for name in self._names)
+        _one_sequence(cache, cache.window)
+        numbers = {name: int(getattr(cache, name)) for name in self.numbers}
+        return Contents(numbers, tuple(a if a is None else mx.contiguous(a) for a in arrays))
+
+    def check(self, cache: Any, contents: Contents, token_count: int) -> None:
+        _same_numbers(cache, contents.numbers, "window_size")
+        _same_offset(contents.numbers, token_count)
+        window = contents.arrays[0]
+        rows = 0 if window is None else window.shape[1]
+        if rows != min(token_count, contents.numbers["window_size"]):
+            raise PartMismatch(f"a window of {rows} rows after {token_count} tokens")
+
+    def back(self, numbers: Mapping[str, int], token_count: int) -> Mapping[str, int] | None:
+        return None
+
+    def fill(self, cache: Any, contents: Contents) -> None:
+        for name, array in zip(self._names, contents.arrays, strict=True):
+            setattr(cache, name, array)
+        cache.offset = contents.numbers["offset"]
+
+
 def _known(adapters: Mapping[str, Any]) -> dict[type, Any]:
     """Returns the classes of these names that the installed mlx-lm has."""
-    return {
-        getattr(mlx_lm_cache, name): adapter
-        for name, adapter in adapters.items()
-        if hasattr(mlx_lm_cache, name)
-    }
+    found = {}
+    for name, adapter in adapters.items():
+        module, _, class_name = name.rpartition(".")
+        with contextlib.suppress(ModuleNotFoundError):
+            home = importlib.import_module(f"mlx_lm.models.{module}") if module else mlx_lm_cache
+            if hasattr(home, class_name):
+                found[getattr(home, class_name)] = adapter
+    return found
 
 
 ADAPTERS: Mapping[type, PlainRows | PartAdapter] = _known(
@@ -320,6 +367,7 @@ ADAPTERS: Mapping[type, PlainRows | PartAdapter] = _known(
         "QuantizedKVCache": _Codes(),
         "ArraysCache": _State(),
         "MambaCache": _State(),
+        "deepseek_v41.LayerCache": _Layer(),
     }
 )
 """The classes that are kept, by exact type. A `CacheList` is taken for the caches in it."""

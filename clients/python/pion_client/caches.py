@@ -79,6 +79,13 @@ class Need(NamedTuple):
     slot: int
     class_name: str
     arrays: tuple[Array | None, ...]
+    """None where the model has put none yet."""
+
+    def covers(self, other: "Need") -> bool:
+        """Whether this is what another cache of the model holds, to which more arrays may have come."""
+        return (self[:3], len(self.arrays)) == (other[:3], len(other.arrays)) and all(
+            mine in (None, theirs) for mine, theirs in zip(self.arrays, other.arrays, strict=True)
+        )
 
 
 class Expected(NamedTuple):
@@ -103,6 +110,12 @@ class Expected(NamedTuple):
     def kinds(self) -> tuple[str, ...]:
         """The kinds of parts that are needed."""
         return tuple(sorted({need.kind for need in self.needs}))
+
+    def covers(self, other: "Expected") -> bool:
+        """Whether this is what another cache of the model holds."""
+        return (self.layout, len(self.needs)) == (other.layout, len(other.needs)) and all(
+            mine.covers(theirs) for mine, theirs in zip(self.needs, other.needs, strict=True)
+        )
 
     def missing(self, parts: Iterable[PartInfo], boundary_tokens: int) -> Need | None:
         """Returns the first part that is needed at a boundary and not there."""
@@ -335,7 +348,7 @@ def _checked_parts(
             need.class_name,
         ):
             raise PartMismatch(f"slot {need.slot}: a {need.class_name} is needed there")
-        if _arrays(adapter, found.arrays) != need.arrays:
+        if not need.covers(need._replace(arrays=_arrays(adapter, found.arrays))):
             raise PartMismatch(f"slot {need.slot}: the arrays of its {need.kind} are others")
         if set(found.numbers) != set(adapter.numbers):
             raise PartMismatch(f"slot {need.slot}: the numbers of its {need.kind} are others")
@@ -391,13 +404,17 @@ def _shapes(contents: Contents) -> Shapes:
 
 
 def _arrays(adapter: PartAdapter, shapes: Shapes) -> tuple[Array | None, ...]:
-    """Returns types and shapes without the number of rows."""
+    """Returns types and shapes without the number of rows, or of ids."""
     found: list[Array | None] = []
     for one in shapes:
-        shape = list(one[1]) if one else []
-        if adapter.token_axis is not None and len(shape) > adapter.token_axis:
-            shape[adapter.token_axis] = 0
-        found.append((str(one[0]), tuple(shape)) if one else None)
+        if one is None:
+            found.append(None)
+            continue
+        dtype, shape = one[0], list(one[1])
+        axis = adapter.token_axis if mx.issubdtype(dtype, mx.floating) else len(shape) - 1
+        if axis is not None and 0 <= axis < len(shape):
+            shape[axis] = 0
+        found.append((str(dtype), tuple(shape)))
     return tuple(found)
 
 

@@ -434,7 +434,7 @@ class PionPromptCache(AttendByNamespace):
         if found.served and request.token_count - found.served < limits.CHAIN_TOKENS_MIN:
             return "tail_short"
         try:
-            if caches.expected_of(cache) != found.facts.held:
+            if not found.facts.held.covers(caches.expected_of(cache)):
                 return "layout_changed"
             bundle = Bundle(caches.take(cache), checkpoints.taken)
         except UnsupportedCache as refusal:  # after one token it was another
