@@ -366,24 +366,17 @@ class Space:
                 self._ended_reservations |= reservations
             raise
 
-    def bury_dead_instances(self) -> int:
-        """Cleans up after processes that are gone: their open prefixes, reservations and files.
-
-        Returns the number of instances.
-        """
-        buried = 0
+    def bury_dead_instances(self) -> None:
+        """Cleans up after processes that are gone: their open prefixes, reservations and files."""
         for instance in self._directory.dead_instances():
             self._bury(instance)
-            buried += 1
         with self._catalog.read() as transaction:
             owners = transaction.owners()
         for instance in owners - self._directory.live_instances():
             self._bury(instance)
-            buried += 1
         self._directory.remove_scratch()
         self._remove_ownerless_files()
         self.sweep()
-        return buried
 
     def forget_layouts(self) -> None:
         """Removes the layouts that no prefix has any more; clients may invent new ones without end."""

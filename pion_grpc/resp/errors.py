@@ -16,13 +16,10 @@ CODE_WORDS = {
     "QUOTA": "OOM",
     "DISK_FULL": "OOM",
     "TOO_MANY_STREAMS": "OOM",
-    "STARTING": "LOADING",
-    "DRAINING": "LOADING",
     "COLD": "COLDMISS",
-    "NOT_AUTHENTICATED": "NOAUTH",
-    "NOT_ALLOWED": "NOPERM",
 }
-"""Of the reasons that have one of their own; every other is `ERR`."""
+"""Of the reasons that have one of their own; every other is `ERR`. Who may do what is refused before a
+command runs, in `dispatch`."""
 
 _log = structlog.get_logger()
 
@@ -35,9 +32,7 @@ def refusal(error: Exception, command: str) -> Error:
         return Error(f"{CODE_WORDS.get(error.reason, 'ERR')} {error}")
     if isinstance(error, WrongKind):
         return Error(f"WRONGTYPE {error}")
-    if isinstance(error, KeyspaceError):
-        return Error(f"ERR {error}")
-    if isinstance(error, LayoutError):
+    if isinstance(error, KeyspaceError | LayoutError):
         return Error(f"ERR {error}")
     if isinstance(error, MemoryError):
         return Error("OOM not enough memory for this command")

@@ -71,7 +71,7 @@ class Accounts:
 
     def garbage(self) -> list[str]:
         """Returns the files that may be removed."""
-        return [row[0] for row in self._transaction.all("SELECT file FROM garbage", ())]
+        return [row[0] for row in self._transaction.all("SELECT file FROM garbage")]
 
     def forget_garbage(self, files: Iterable[str]) -> None:
         """Stops counting files that have been removed."""

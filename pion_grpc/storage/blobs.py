@@ -138,11 +138,11 @@ class Blobs:
     def has_expired_leases(self) -> bool:
         """Says whether `collect` has something to do."""
         statement = f"SELECT 1 FROM blob WHERE removed AND NOT {LEASED} LIMIT 1"
-        return bool(self._transaction.all(statement, ()))
+        return bool(self._transaction.all(statement))
 
     def collect(self) -> None:
         """Makes garbage of the files that were kept by a lease only, and are not any more."""
-        self._transaction.run(f"DELETE FROM blob WHERE removed AND NOT {LEASED}", ())
+        self._transaction.run(f"DELETE FROM blob WHERE removed AND NOT {LEASED}")
 
     def condemn(self, blob: int) -> str:
         """Takes a damaged blob away, and whatever it is the value of; returns words for that."""

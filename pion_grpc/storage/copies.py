@@ -60,10 +60,6 @@ class Copies:
             (file, tenant, request, made_of, size, self._transaction.next("clock")),
         )
 
-    def remove(self, file: str) -> None:
-        """Takes a copy away."""
-        self._transaction.run("DELETE FROM copy WHERE file = ?", (file,))
-
     def remove_least_used(self, tenant: str | None) -> bool:
         """Removes the copy that was not used for longest; says whether there was one."""
         condition, values = ("WHERE tenant = ?", (tenant,)) if tenant is not None else ("", ())

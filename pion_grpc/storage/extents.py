@@ -119,7 +119,7 @@ class Extents:
 
     def count(self) -> int:
         """Returns the number of extents that have rows, of all prefixes."""
-        return int(self._transaction.all("SELECT count(*) FROM extent WHERE file != ''", ())[0][0])
+        return int(self._transaction.all("SELECT count(*) FROM extent WHERE file != ''")[0][0])
 
     def replace(self, prefix: int, extents: Iterable[ExtentRow]) -> None:
         """Sets the extents of a prefix anew."""

@@ -69,4 +69,4 @@ class RowSnapshotTable:
 
     def clear(self) -> None:
         """Removes all of them."""
-        self._transaction.run("DELETE FROM row_snapshot", ())
+        self._transaction.run("DELETE FROM row_snapshot")

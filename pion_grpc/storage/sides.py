@@ -120,7 +120,7 @@ class Sides:
 
     def count(self) -> int:
         """Returns how many are declared, of all tenants."""
-        return int(self._transaction.all("SELECT count(*) FROM side", ())[0][0])
+        return int(self._transaction.all("SELECT count(*) FROM side")[0][0])
 
     def least_used(self) -> SideRow | None:
         """Returns the side that was not used for longest."""
@@ -131,7 +131,7 @@ class Sides:
 
     def begin_counting(self) -> None:
         """Counts anew: the server starts, with what it finds unsaved."""
-        declared = int(self._transaction.all("SELECT count(*) FROM side WHERE unsaved", ())[0][0])
+        declared = int(self._transaction.all("SELECT count(*) FROM side WHERE unsaved")[0][0])
         begun = SideCounts(0, 0, Extents(self._transaction).count() + declared, int(time.time()))
         for name, value in begun._asdict().items():
             self._transaction.run(
@@ -140,7 +140,7 @@ class Sides:
 
     def counts(self) -> SideCounts:
         """Returns what was counted since then."""
-        rows = self._transaction.all("SELECT key, value FROM meta WHERE key LIKE 'side %'", ())
+        rows = self._transaction.all("SELECT key, value FROM meta WHERE key LIKE 'side %'")
         return SideCounts(
             **{"gone": 0, "records": 0, "recovered": 0, "saved_unix_s": 0}
             | {key.removeprefix("side "): value for key, value in rows}
@@ -157,7 +157,7 @@ class Sides:
 
     def saved(self) -> None:
         """Notes that all of them have been saved."""
-        self._transaction.run("UPDATE side SET unsaved = 0 WHERE unsaved", ())
+        self._transaction.run("UPDATE side SET unsaved = 0 WHERE unsaved")
         self._transaction.run(
             "UPDATE meta SET value = ? WHERE key = 'side saved_unix_s'", (int(time.time()),)
         )

@@ -184,15 +184,15 @@ class Transaction:
             DiskFull, DamagedCatalogue: it cannot be written.
         """
         with translated("written", Path(self._connection.filename)):
-            self.run("SAVEPOINT piece", ())
+            self.run("SAVEPOINT piece")
             try:
                 yield
             except BaseException:
                 if self.is_open:
-                    self.run("ROLLBACK TO piece", ())
-                    self.run("RELEASE piece", ())
+                    self.run("ROLLBACK TO piece")
+                    self.run("RELEASE piece")
                 raise
-            self.run("RELEASE piece", ())
+            self.run("RELEASE piece")
 
     # -- prefixes
 
@@ -235,16 +235,16 @@ class Transaction:
     def live(self, tenant: str | None = None) -> list[PrefixRow]:
         """Returns the live prefixes, of one tenant or of all."""
         if tenant is None:
-            return self._prefixes("visible AND state = 'live' ORDER BY id", ())
+            return self._prefixes("visible AND state = 'live' ORDER BY id")
         return self._prefixes("visible AND state = 'live' AND tenant = ? ORDER BY id", (tenant,))
 
     def unsynced(self) -> list[PrefixRow]:
         """Returns what would not survive a power cut."""
-        return self._prefixes("boot IS NOT NULL AND state IN ('live', 'sealed')", ())
+        return self._prefixes("boot IS NOT NULL AND state IN ('live', 'sealed')")
 
     def hidden(self) -> list[PrefixRow]:
         """Returns dropped prefixes that something still kept when they were dropped."""
-        return self._prefixes("NOT visible AND state != 'open' ORDER BY id DESC", ())
+        return self._prefixes("NOT visible AND state != 'open' ORDER BY id DESC")
 
     def open_of(self, owner: str) -> list[PrefixRow]:
         """Returns the prefixes that an instance was storing."""
@@ -253,8 +253,7 @@ class Transaction:
     def owners(self) -> set[str]:
         """Returns the instances that hold open prefixes or reservations."""
         rows = self.all(
-            "SELECT owner FROM prefix WHERE owner IS NOT NULL UNION SELECT owner FROM reservation",
-            (),
+            "SELECT owner FROM prefix WHERE owner IS NOT NULL UNION SELECT owner FROM reservation"
         )
         return {row[0] for row in rows}
 
@@ -287,6 +286,10 @@ class Transaction:
             f"UPDATE prefix SET {', '.join(f'{name} = ?' for name in columns)} WHERE id = ?",
             (*columns.values(), prefix),
         )
+
+    def forget_prefill_times(self) -> None:
+        """Forgets of every prefix how long its prefill took."""
+        self.run("UPDATE prefix SET prefill_ms = 0 WHERE prefill_ms != 0", ())
 
     def new_generation(self, prefix: int) -> int:
         """Gives a prefix the next generation."""
@@ -355,8 +358,7 @@ class Transaction:
     def is_empty(self) -> bool:
         """Says whether nothing is stored: no prefix, no key, no value."""
         rows = self.all(
-            "SELECT 1 FROM prefix UNION ALL SELECT 1 FROM key UNION ALL SELECT 1 FROM blob LIMIT 1",
-            (),
+            "SELECT 1 FROM prefix UNION ALL SELECT 1 FROM key UNION ALL SELECT 1 FROM blob LIMIT 1"
         )
         return not rows
 
@@ -370,15 +372,14 @@ class Transaction:
         rows = self.all(
             "SELECT file FROM prefix WHERE file IS NOT NULL UNION ALL SELECT file FROM extent"
             " UNION ALL SELECT file FROM blob UNION ALL SELECT file FROM copy"
-            " UNION ALL SELECT file FROM garbage",
-            (),
+            " UNION ALL SELECT file FROM garbage"
         )
         return {row[0] for row in rows}
 
     def free_bytes(self) -> int:
         """Returns the bytes of the database's own pages that hold nothing."""
-        pages = int(self.all("PRAGMA freelist_count", ())[0][0])
-        return pages * int(self.all("PRAGMA page_size", ())[0][0])
+        pages = int(self.all("PRAGMA freelist_count")[0][0])
+        return pages * int(self.all("PRAGMA page_size")[0][0])
 
     def totals(self, tenant: str | None = None) -> Totals:
         """Counts visible prefixes, their own rows and their bytes."""
@@ -397,7 +398,7 @@ class Transaction:
         rows = self._prefixes(condition, values)
         return rows[0] if rows else None
 
-    def _prefixes(self, condition: str, values: tuple[Any, ...]) -> list[PrefixRow]:
+    def _prefixes(self, condition: str, values: tuple[Any, ...] = ()) -> list[PrefixRow]:
         return [
             PrefixRow(*row)
             for row in self.all(f"SELECT {_COLUMNS} FROM prefix WHERE {condition}", values)
@@ -405,11 +406,11 @@ class Transaction:
 
     def unused_layouts(self) -> int:
         """Counts the layouts that no prefix has."""
-        return int(self.all(f"SELECT count(*) FROM layout WHERE {_UNUSED}", ())[0][0])
+        return int(self.all(f"SELECT count(*) FROM layout WHERE {_UNUSED}")[0][0])
 
     def forget_layouts(self) -> None:
         """Removes the layouts that no prefix has."""
-        self.run(f"DELETE FROM layout WHERE {_UNUSED}", ())
+        self.run(f"DELETE FROM layout WHERE {_UNUSED}")
 
     def _layout(self, text: str) -> int:
         self.run("INSERT OR IGNORE INTO layout (text) VALUES (?)", (text,))
@@ -439,7 +440,7 @@ class Transaction:
         rows = self.all("SELECT value FROM meta WHERE key = ?", (name,))
         return str(rows[0][0]) if rows else ""
 
-    def all(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    def all(self, statement: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         """Runs a statement and returns every row; for the tables of this package.
 
         Raises:
@@ -450,7 +451,7 @@ class Transaction:
         except UnicodeDecodeError as error:
             raise DamagedCatalogue(Path(self._connection.filename), error) from error
 
-    def run(self, statement: str, values: tuple[Any, ...]) -> None:
+    def run(self, statement: str, values: tuple[Any, ...] = ()) -> None:
         """Runs a statement to its end; for the tables of this package."""
         self._connection.execute(statement, values).fetchall()
 
