@@ -23,7 +23,8 @@ from pion_client.connection import (
     retried,
 )
 from pion_client.errors import Unavailable
-from pion_client.storing import Content, Outgoing, Progress
+from pion_client.storing import Content, Outgoing
+from pion_client.values import Progress
 
 
 class Calls:

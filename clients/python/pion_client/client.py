@@ -24,7 +24,7 @@ from pion_client.attend import Attending, AttendMixin
 from pion_client.calls import Calls
 from pion_client.connection import Connection, retried
 from pion_client.errors import BadAnswer, DataCorrupt, NotStored
-from pion_client.fetching import Progress, ScatteredRows
+from pion_client.fetching import ScatteredRows
 from pion_client.lanes import Lanes
 from pion_client.routes import Routes, by_name
 from pion_client.rows import rows_of, tensor_rows
@@ -43,6 +43,7 @@ from pion_client.values import (
     Part,
     Prefix,
     PrefixInfo,
+    Progress,
     Receipt,
     Registered,
     RowsWritten,
@@ -54,7 +55,7 @@ from pion_wire import limits
 from pion_wire.blocks import pack_token_ids, route_key
 from pion_wire.codecs import FAMILIES
 from pion_wire.layout import Layout, Side
-from pion_wire.messages import layout_to_message
+from pion_wire.messages import SIDE_VALUES, layout_to_message
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import stats_pb2
 
@@ -252,7 +253,7 @@ class Client(AttendMixin):
         header = pb.PrefixStoreWriteRowsHeader(
             namespace=text("namespace", namespace),
             slot=slot,
-            side=requests.SIDES[side],
+            side=SIDE_VALUES[side],
             first_row=count("first_row", first_row),
             row_count=tensor.token_count,
             durability=answers.durability_value(durability),
@@ -572,7 +573,7 @@ class Client(AttendMixin):
         request = pb.PrefixStoreReadRowsRequest(
             namespace=text("namespace", namespace),
             slot=slot,
-            side=requests.SIDES[requests.side_of(side)],
+            side=SIDE_VALUES[requests.side_of(side)],
             rows=numbers,
         )
         deadline = self._calls.unary_deadline(timeout_s)

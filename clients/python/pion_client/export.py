@@ -32,8 +32,8 @@ from pion_client.arrays import (
     mlx_core,
 )
 from pion_client.errors import BadAnswer
-from pion_client.fetching import Announced, Progress, parts_of
-from pion_client.values import Array, Encoded, Part
+from pion_client.fetching import Announced, parts_of
+from pion_client.values import Array, Encoded, Part, Progress
 from pion_wire import limits
 from pion_wire.layout import Layout, PartInfo, TensorLayout
 from pion_wire.segment import SegmentError, SegmentLayout, header_length, parse_header

@@ -7,7 +7,7 @@ copy. Memory is allocated once, after everything that was announced has been hel
 the limits.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,15 +25,13 @@ from pion_client.arrays import (
     taken,
 )
 from pion_client.errors import BadAnswer, ChecksumMismatch
-from pion_client.values import Part, PrefixInfo
+from pion_client.values import Part, PrefixInfo, Progress
 from pion_wire import limits
 from pion_wire.framing import FrameError, HeaderBytes, PartChunk, RowChunk, parse_message
 from pion_wire.layout import Layout, PartInfo, TensorLayout
 from pion_wire.messages import part_from_message
 from pion_wire.v1 import prefix_store_pb2 as pb
 from pion_wire.v1 import types_pb2
-
-Progress = Callable[[int, int], None]
 
 
 class DamagedChunk(ChecksumMismatch):

@@ -14,9 +14,9 @@ from pion_client.calls import Calls
 from pion_client.connection import Deadline, retried
 from pion_client.errors import DataCorrupt, GenerationDiffers, NotStored, NotSupported
 from pion_client.export import LEASE_MS, CannotExport, Exported, OpenFiles
-from pion_client.fetching import Announced, Progress, Reception
+from pion_client.fetching import Announced, Reception
 from pion_client.receiving import receive_whole
-from pion_client.values import Part, Prefix
+from pion_client.values import Part, Prefix, Progress
 from pion_wire.layout import Layout
 from pion_wire.v1 import prefix_store_pb2 as pb
 

@@ -15,8 +15,6 @@ from pion_wire.codecs import parse as parse_codec
 from pion_wire.layout import Layout, LayoutError, Side
 from pion_wire.v1 import types_pb2
 
-SIDES = {Side.K: types_pb2.SIDE_K, Side.V: types_pb2.SIDE_V}
-
 
 def token_bytes(token_ids: TokenIds) -> bytes:
     """Returns u32 LE each."""

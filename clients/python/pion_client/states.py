@@ -23,12 +23,12 @@ from pion_client.arrays import count, invalid, text
 from pion_client.calls import Calls
 from pion_client.errors import BadAnswer, DataCorrupt, GenerationDiffers
 from pion_client.export import LEASE_MS, ExportedStates
-from pion_client.fetching import DamagedChunk, Progress
+from pion_client.fetching import DamagedChunk
 from pion_client.lanes import Lane, Transport
 from pion_client.receiving import receive_whole
 from pion_client.routes import by_name
 from pion_client.storing import states_content
-from pion_client.values import DurabilityName, Part
+from pion_client.values import DurabilityName, Part, Progress
 from pion_wire import limits
 from pion_wire.framing import FrameError, HeaderBytes, PartChunk, parse_bytes_message
 from pion_wire.v1 import ssm_state_pb2 as pb

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pion_client.rows import Rows
-from pion_client.values import Part
+from pion_client.values import Part, Progress
 from pion_wire.framing import frame_bytes, frame_header, frame_part, frame_rows
 from pion_wire.limits import CHUNK_BYTES_MAX
-
-Progress = Callable[[int, int], None]
 
 
 class Framed(NamedTuple):

@@ -6,7 +6,7 @@ unpacked on request: as a list of Python integers, a long prompt takes ten times
 
 import enum
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -24,6 +24,8 @@ TokenIds: TypeAlias = bytes | Sequence[int] | np.ndarray
 """Token ids; `bytes` are already packed as u32, little-endian."""
 DurabilityName: TypeAlias = Literal["process", "disk"]
 """What an acknowledgement promises: to survive the server's death, or a power cut as well."""
+Progress: TypeAlias = Callable[[int, int], None]
+"""Is called with (bytes done, bytes in all)."""
 
 
 class MissReason(enum.StrEnum):

@@ -18,7 +18,7 @@ _DTYPE_VALUES = {
     DType.BF16: types_pb2.DATA_TYPE_BF16,
 }
 _SIDES: dict[int, Side] = {types_pb2.SIDE_K: Side.K, types_pb2.SIDE_V: Side.V}
-_SIDE_VALUES = {Side.K: types_pb2.SIDE_K, Side.V: types_pb2.SIDE_V}
+SIDE_VALUES = {Side.K: types_pb2.SIDE_K, Side.V: types_pb2.SIDE_V}
 
 
 def layout_from_message(message: types_pb2.Layout) -> Layout:
@@ -41,7 +41,7 @@ def tensor_to_message(tensor: TensorLayout) -> types_pb2.TensorLayout:
     """Returns the message of one tensor's layout."""
     return types_pb2.TensorLayout(
         slot=tensor.slot,
-        side=_SIDE_VALUES[tensor.side],
+        side=SIDE_VALUES[tensor.side],
         heads=tensor.heads,
         head_dim=tensor.head_dim,
         data_type=_DTYPE_VALUES[tensor.dtype],
