@@ -36,6 +36,9 @@ const (
 // An entry is resident, cold (known, not resident) or missing. Softmax scale is 1/sqrt(head_dim)
 // unless a query says otherwise; answers are f32, [heads][queries][head_dim], little-endian.
 // Messages may be up to 64 MiB: raise the client's limits.
+//
+// Routing (see PrefixStore): `pion-route` is the session, or of a session that is made from a stored
+// prefix the route of that prefix, in all its calls.
 type AttendClient interface {
 	// Makes entries resident: from rows that follow, or from a stored prefix.
 	// What a prefix has resident already, of the same rows, is not loaded again; rows that follow must
@@ -128,6 +131,9 @@ func (c *attendClient) Drop(ctx context.Context, in *AttendDropRequest, opts ...
 // An entry is resident, cold (known, not resident) or missing. Softmax scale is 1/sqrt(head_dim)
 // unless a query says otherwise; answers are f32, [heads][queries][head_dim], little-endian.
 // Messages may be up to 64 MiB: raise the client's limits.
+//
+// Routing (see PrefixStore): `pion-route` is the session, or of a session that is made from a stored
+// prefix the route of that prefix, in all its calls.
 type AttendServer interface {
 	// Makes entries resident: from rows that follow, or from a stored prefix.
 	// What a prefix has resident already, of the same rows, is not loaded again; rows that follow must

@@ -31,6 +31,8 @@ const (
 //
 // Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
 // server never parses it. Values are replaced as a whole and may have any size that the budget allows.
+//
+// Routing (see PrefixStore): `pion-route` is the session, whatever prefix has the same name.
 type SSMStateClient interface {
 	// Stores values of one session: of each a header, then its bytes in order. Visible when acknowledged,
 	// all of them together.
@@ -112,6 +114,8 @@ func (c *sSMStateClient) Drop(ctx context.Context, in *SSMStateDropRequest, opts
 //
 // Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
 // server never parses it. Values are replaced as a whole and may have any size that the budget allows.
+//
+// Routing (see PrefixStore): `pion-route` is the session, whatever prefix has the same name.
 type SSMStateServer interface {
 	// Stores values of one session: of each a header, then its bytes in order. Visible when acknowledged,
 	// all of them together.

@@ -32,6 +32,9 @@ class AttendStub(object):
     An entry is resident, cold (known, not resident) or missing. Softmax scale is 1/sqrt(head_dim)
     unless a query says otherwise; answers are f32, [heads][queries][head_dim], little-endian.
     Messages may be up to 64 MiB: raise the client's limits.
+
+    Routing (see PrefixStore): `pion-route` is the session, or of a session that is made from a stored
+    prefix the route of that prefix, in all its calls.
     """
 
     def __init__(self, channel):
@@ -74,6 +77,9 @@ class AttendServicer(object):
     An entry is resident, cold (known, not resident) or missing. Softmax scale is 1/sqrt(head_dim)
     unless a query says otherwise; answers are f32, [heads][queries][head_dim], little-endian.
     Messages may be up to 64 MiB: raise the client's limits.
+
+    Routing (see PrefixStore): `pion-route` is the session, or of a session that is made from a stored
+    prefix the route of that prefix, in all its calls.
     """
 
     def Store(self, request_iterator, context):
@@ -159,6 +165,9 @@ class Attend(object):
     An entry is resident, cold (known, not resident) or missing. Softmax scale is 1/sqrt(head_dim)
     unless a query says otherwise; answers are f32, [heads][queries][head_dim], little-endian.
     Messages may be up to 64 MiB: raise the client's limits.
+
+    Routing (see PrefixStore): `pion-route` is the session, or of a session that is made from a stored
+    prefix the route of that prefix, in all its calls.
     """
 
     @staticmethod

@@ -33,6 +33,9 @@ class AttendStub:
     An entry is resident, cold (known, not resident) or missing. Softmax scale is 1/sqrt(head_dim)
     unless a query says otherwise; answers are f32, [heads][queries][head_dim], little-endian.
     Messages may be up to 64 MiB: raise the client's limits.
+
+    Routing (see PrefixStore): `pion-route` is the session, or of a session that is made from a stored
+    prefix the route of that prefix, in all its calls.
     """
 
     @_typing.overload
@@ -65,6 +68,9 @@ class AttendAsyncStub(AttendStub):
     An entry is resident, cold (known, not resident) or missing. Softmax scale is 1/sqrt(head_dim)
     unless a query says otherwise; answers are f32, [heads][queries][head_dim], little-endian.
     Messages may be up to 64 MiB: raise the client's limits.
+
+    Routing (see PrefixStore): `pion-route` is the session, or of a session that is made from a stored
+    prefix the route of that prefix, in all its calls.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -93,6 +99,9 @@ class AttendServicer(metaclass=_abc_1.ABCMeta):
     An entry is resident, cold (known, not resident) or missing. Softmax scale is 1/sqrt(head_dim)
     unless a query says otherwise; answers are f32, [heads][queries][head_dim], little-endian.
     Messages may be up to 64 MiB: raise the client's limits.
+
+    Routing (see PrefixStore): `pion-route` is the session, or of a session that is made from a stored
+    prefix the route of that prefix, in all its calls.
     """
 
     @_abc_1.abstractmethod

@@ -28,6 +28,8 @@ if _version_not_supported:
 class SSMStateStub(object):
     """Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
     server never parses it. Values are replaced as a whole and may have any size that the budget allows.
+
+    Routing (see PrefixStore): `pion-route` is the session, whatever prefix has the same name.
     """
 
     def __init__(self, channel):
@@ -61,6 +63,8 @@ class SSMStateStub(object):
 class SSMStateServicer(object):
     """Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
     server never parses it. Values are replaced as a whole and may have any size that the budget allows.
+
+    Routing (see PrefixStore): `pion-route` is the session, whatever prefix has the same name.
     """
 
     def Store(self, request_iterator, context):
@@ -129,6 +133,8 @@ def add_SSMStateServicer_to_server(servicer, server):
 class SSMState(object):
     """Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
     server never parses it. Values are replaced as a whole and may have any size that the budget allows.
+
+    Routing (see PrefixStore): `pion-route` is the session, whatever prefix has the same name.
     """
 
     @staticmethod

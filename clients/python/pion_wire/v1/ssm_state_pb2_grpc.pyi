@@ -29,6 +29,8 @@ GRPC_VERSION: str
 class SSMStateStub:
     """Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
     server never parses it. Values are replaced as a whole and may have any size that the budget allows.
+
+    Routing (see PrefixStore): `pion-route` is the session, whatever prefix has the same name.
     """
 
     @_typing.overload
@@ -55,6 +57,8 @@ class SSMStateStub:
 class SSMStateAsyncStub(SSMStateStub):
     """Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
     server never parses it. Values are replaced as a whole and may have any size that the budget allows.
+
+    Routing (see PrefixStore): `pion-route` is the session, whatever prefix has the same name.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -77,6 +81,8 @@ class SSMStateAsyncStub(SSMStateStub):
 class SSMStateServicer(metaclass=_abc_1.ABCMeta):
     """Keeps recurrent state: one opaque value per (session, layer), exact at one token boundary. The
     server never parses it. Values are replaced as a whole and may have any size that the budget allows.
+
+    Routing (see PrefixStore): `pion-route` is the session, whatever prefix has the same name.
     """
 
     @_abc_1.abstractmethod
