@@ -32,7 +32,7 @@ class Totals(NamedTuple):
 def begin_if_alone(workshop: Workshop) -> bool:
     """Forgets what lasts as long as a server, if no process of one is here; says whether so.
 
-    On a full disk it stays: ways back that nobody knows of, and counts that go on.
+    On a full disk it stays: ways back that nobody knows of, counts that go on, and prefill times.
     """
     with contextlib.suppress(DiskFull), workshop.catalog.write() as transaction:
         # In here: who is there has its lock, and who comes later writes nothing before this ends.
@@ -40,6 +40,7 @@ def begin_if_alone(workshop: Workshop) -> bool:
             RowSnapshotTable(transaction).clear()
             Sides(transaction).begin_counting()
             forget_left_behind(transaction)
+            transaction.forget_prefill_times()
             return True
     return False
 
@@ -79,9 +80,9 @@ def totals(workshop: Workshop, tenant: str | None = None) -> Totals:
                 counted.prefixes, counted.rows, Accounts(transaction).usage(tenant), live, 0, 0
             )
         used = workshop.space.used_bytes(transaction)
-    space = workshop.space
+    lost = workshop.space.losses
     return Totals(
-        counted.prefixes, counted.rows, used, live, space.evicted_count, space.corrupt_count
+        counted.prefixes, counted.rows, used, live, lost.evicted_count, lost.corrupt_count
     )
 
 

@@ -10,6 +10,7 @@ Knows files, offsets and checksums; not what the bytes are.
 
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +43,9 @@ class OpenFile:
             raise
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise TooManyFiles("no file descriptors are left: raise `ulimit -n`") from error
+                most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                problem = "no file descriptors are left: raise `ulimit -n`"
+                raise TooManyFiles(problem, limit=most) from error
             raise Unreadable(path, error.strerror or str(error)) from error
 
     def read(self, offset: int, size: int) -> bytes:

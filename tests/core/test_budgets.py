@@ -213,9 +213,9 @@ def test_a_file_that_cannot_be_removed_keeps_nobody_from_storing(tmp_path: Path)
     store.tick()
     assert [path.name for path in store.directory.segments.iterdir()] == [segment.name]
     assert store.totals().disk_used_bytes >= used - 4_096, "what lies there counts"
-    (trouble,) = store.space.losses().troubles
+    (trouble,) = store.space.losses.report().troubles
     assert segment.name in trouble
-    assert store.space.losses().troubles == (), "told once"
+    assert store.space.losses.report().troubles == (), "told once"
     files.kept = ""
     store.tick()
     assert list(store.directory.segments.iterdir()) == []
@@ -232,7 +232,7 @@ def test_a_file_that_cannot_be_opened_is_no_reason_to_throw_it_away(store: Prefi
         with pytest.raises(Unreadable) as caught:
             rows_of(store, "p")
         assert caught.value.metadata["namespace"] == "p"
-    (trouble,) = store.space.losses().troubles
+    (trouble,) = store.space.losses.report().troubles
     assert segment.name in trouble
     segment.unlink()
     aside.rename(segment)
@@ -252,6 +252,7 @@ def test_without_descriptors_nothing_is_taken_for_damaged(store: PrefixStore) ->
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert caught.value.retry_after_ms
+    assert caught.value.metadata == {"limit": str(lowest)}
     assert_truth(store, "p", tokens(100))
 
 

@@ -93,6 +93,27 @@ def test_no_prefill_time_is_known_only_to_whom_it_was_told(machine: Machine) -> 
     assert known("p") == {0.0}
 
 
+def test_no_prefill_time_is_called_measured_once_its_server_has_ended(machine: Machine) -> None:
+    one = machine.start()
+    put(one, "p", FULL, prefill_ms=125.0)
+    one.register(TENANT, "r", SMALL, prefill_ms=250.0)
+
+    def known(store: PrefixStore) -> list[float]:
+        found = [look(store, name).prefix for name in ("p", "r")]
+        return [prefix.prefill_ms for prefix in found if prefix is not None]
+
+    two = machine.start()  # another worker of the same server
+    assert known(two) == [125.0, 250.0]
+    for store in (one, two):
+        machine.crash(store)
+    three = machine.start()
+    assert known(three) == [0.0, 0.0]
+    rows_of(three, "p")
+    receipt = three.ledger.get()
+    assert (receipt.measured_hits, receipt.seconds_measured) == (0, 0)
+    assert receipt.seconds_estimated > 0
+
+
 def test_a_start_or_a_stop_harms_nothing_that_another_process_is_storing(machine: Machine) -> None:
     one = machine.start()
     one.register(TENANT, "live", SMALL)

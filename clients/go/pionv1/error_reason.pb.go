@@ -51,7 +51,7 @@ const (
 	// The namespace that the request needs is not stored [NOT_FOUND]. Metadata: `namespace`.
 	ErrorReason_ERROR_REASON_NOT_STORED ErrorReason = 7
 	// It was stored, and was evicted or its lease ended before the call could be answered
-	// [NOT_FOUND]. Metadata: `namespace`.
+	// [NOT_FOUND]. Metadata: `namespace`, unless the call named a lease only.
 	ErrorReason_ERROR_REASON_EVICTED ErrorReason = 8
 	// The attend entry is known but not resident [FAILED_PRECONDITION]. Metadata: `session`, `layer`.
 	// Make it resident (Attend.Store with from_prefix) and ask again.

@@ -32,8 +32,8 @@ type PrefixStoreRegisterRequest struct {
 	ModelId string `protobuf:"bytes,3,opt,name=model_id,json=modelId,proto3" json:"model_id,omitempty"`
 	// The caller's hashes; absent leaves an existing table.
 	Table *BlockTable `protobuf:"bytes,4,opt,name=table,proto3" json:"table,omitempty"`
-	// How long the prefill of these tokens took, 0 to 86,400,000; 0 means not measured. Kept with the
-	// prefix.
+	// How long the prefill of these tokens took, 0 to 86,400,000; 0 means not measured. Known until the
+	// server ends: what is served after that counts as an estimate.
 	PrefillMs     float64 `protobuf:"fixed64,5,opt,name=prefill_ms,json=prefillMs,proto3" json:"prefill_ms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -682,7 +682,8 @@ type PrefixStoreStoreHeader struct {
 	Replace bool `protobuf:"varint,7,opt,name=replace,proto3" json:"replace,omitempty"`
 	// What the acknowledgement shall promise.
 	Durability Durability `protobuf:"varint,8,opt,name=durability,proto3,enum=pion.v1.Durability" json:"durability,omitempty"`
-	// Measured prefill time of all these tokens, 0 to 86,400,000; 0 means not measured.
+	// Measured prefill time of all these tokens, 0 to 86,400,000; 0 means not measured. Known until the
+	// server ends.
 	PrefillMs float64 `protobuf:"fixed64,9,opt,name=prefill_ms,json=prefillMs,proto3" json:"prefill_ms,omitempty"`
 	// The caller's hashes.
 	Table *BlockTable `protobuf:"bytes,10,opt,name=table,proto3" json:"table,omitempty"`

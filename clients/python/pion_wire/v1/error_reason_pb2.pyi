@@ -52,7 +52,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The namespace that the request needs is not stored [NOT_FOUND]. Metadata: `namespace`."""
     ERROR_REASON_EVICTED: _ErrorReason.ValueType  # 8
     """It was stored, and was evicted or its lease ended before the call could be answered
-    [NOT_FOUND]. Metadata: `namespace`.
+    [NOT_FOUND]. Metadata: `namespace`, unless the call named a lease only.
     """
     ERROR_REASON_COLD: _ErrorReason.ValueType  # 9
     """The attend entry is known but not resident [FAILED_PRECONDITION]. Metadata: `session`, `layer`.
@@ -129,7 +129,7 @@ ERROR_REASON_NOT_STORED: ErrorReason.ValueType  # 7
 """The namespace that the request needs is not stored [NOT_FOUND]. Metadata: `namespace`."""
 ERROR_REASON_EVICTED: ErrorReason.ValueType  # 8
 """It was stored, and was evicted or its lease ended before the call could be answered
-[NOT_FOUND]. Metadata: `namespace`.
+[NOT_FOUND]. Metadata: `namespace`, unless the call named a lease only.
 """
 ERROR_REASON_COLD: ErrorReason.ValueType  # 9
 """The attend entry is known but not resident [FAILED_PRECONDITION]. Metadata: `session`, `layer`.

@@ -35,8 +35,8 @@ class PrefixStoreRegisterRequest(_message.Message):
     model_id: _builtins.str
     """The model that computes it; may be empty until a Store names it."""
     prefill_ms: _builtins.float
-    """How long the prefill of these tokens took, 0 to 86,400,000; 0 means not measured. Kept with the
-    prefix.
+    """How long the prefill of these tokens took, 0 to 86,400,000; 0 means not measured. Known until the
+    server ends: what is served after that counts as an estimate.
     """
     @_builtins.property
     def layout(self) -> _types_pb2.Layout:
@@ -464,7 +464,9 @@ class PrefixStoreStoreHeader(_message.Message):
     durability: _types_pb2.Durability.ValueType
     """What the acknowledgement shall promise."""
     prefill_ms: _builtins.float
-    """Measured prefill time of all these tokens, 0 to 86,400,000; 0 means not measured."""
+    """Measured prefill time of all these tokens, 0 to 86,400,000; 0 means not measured. Known until the
+    server ends.
+    """
     parent_generation: _builtins.int
     """If above 0: refuse with NOT_STORED unless the parent still has this generation, and so the very rows
     behind which these were computed.
