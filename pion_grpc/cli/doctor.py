@@ -88,11 +88,12 @@ def doctor(options: argparse.Namespace) -> int:
         console.print(shown)
         kept_as = f"{options.dtype}, {options.codec}"
         title = f"Size of K/V, {kept_as}" + ("" if options.codec == "raw" else " (lossy)")
-        columns = ("a token", f"{CHUNK_TOKENS} tokens", "tokens in 1 GiB")
-        made = table(
-            title, "model", "layers", "K/V heads", "head dim", *columns,
-            numbers=("layers", "K/V heads", "head dim", *columns),
+        # In two lines, so that the names of models have room on a terminal of 80 columns.
+        columns = (
+            "layers", "K/V\nheads", "head\ndim", "a token", f"{CHUNK_TOKENS}\ntokens",
+            "tokens\nin 1 GiB",
         )  # fmt: skip
+        made = table(title, "model", *columns, numbers=columns)
         for row in sizes:
             made.add_row(
                 row["model"],

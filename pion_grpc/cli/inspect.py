@@ -120,7 +120,7 @@ def _server_rows(server: Description) -> "list[tuple[str, str]]":
         ("rows", f"{server.row_count:,}"),
         ("on disk", _of(server.disk_used_bytes, server.disk_budget_bytes)),
         ("resident", _of(server.resident_used_bytes, server.resident_budget_bytes)),
-        ("in live prefixes", size(server.live_bytes)),
+        ("not sealed yet", size(server.live_bytes)),
         ("evicted", f"{server.evicted_count:,}"),
         ("found damaged", f"{server.corrupt_count:,}"),
         ("attend", server.attend_backend or "off"),
@@ -132,8 +132,10 @@ def _server_rows(server: Description) -> "list[tuple[str, str]]":
         rows.append(
             ("attend entries", f"{server.attend_warm:,} resident, {server.attend_cold:,} cold")
         )
-        moved = f"{server.attend_demotions:,} demotions, {server.attend_rehydrates:,} rehydrates"
-        rows.append(("since the start", moved))
+        moved = (
+            f"{server.attend_demotions:,} made cold, {server.attend_rehydrates:,} resident again"
+        )
+        rows.append(("entries so far", moved))
     return rows
 
 
@@ -170,10 +172,10 @@ def _tensors(layout: Layout) -> list[dict[str, Any]]:
             "codec": tensor.codec,
         }
         before = found[-1] if found else {}
-        if before.items() >= alike.items() and before["slots"][1] == tensor.slot - 1:
-            before["slots"][1] = tensor.slot
+        if before.items() >= alike.items() and before["last_slot"] == tensor.slot - 1:
+            before["last_slot"] = tensor.slot
         else:
-            found.append({"slots": [tensor.slot, tensor.slot], **alike})
+            found.append({"first_slot": tensor.slot, "last_slot": tensor.slot, **alike})
     return found
 
 

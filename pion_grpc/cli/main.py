@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(options: argparse.Namespace, reason: str, message: str) -> int:
-    if not getattr(options, "json", False):
+    if getattr(options, "json", False) is not True:  # of `bench` it is a file
         return _told(message)
     print(json.dumps({"error": {"reason": reason, "message": message}}, indent=2))
     return 1

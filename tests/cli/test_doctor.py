@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pion_client import Client
-from pion_grpc.cli import blas
+from pion_grpc.cli import blas, output
 from pion_grpc.cli.doctor import SHAPES
 from pion_wire.layout import DType, Side, TensorLayout
 from tests.cli.conftest import Run
@@ -52,6 +52,15 @@ def test_nothing_that_is_required_is_missing_here(run: Run):
         assert findings[name]["found"]
     for finding in findings.values():
         assert bool(finding["advice"]) == (finding["level"] != "fine")
+
+
+def test_no_models_name_is_folded_on_a_terminal_of_80_columns(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(output, "PIPE_WIDTH", 80)
+    shown = run("doctor").out
+    for row in run("doctor", "--json").json["sizes"]:
+        assert f" {row['model']} " in shown
 
 
 def test_people_are_not_shown_less_than_programs(run: Run):

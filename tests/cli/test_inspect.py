@@ -151,7 +151,15 @@ def test_nothing_stored_is_not_left_out_of_a_list(run: Run, client, at):
     assert child[0]["token_count"] == 110
     assert (child[0]["parent"], child[0]["base"], child[0]["depth"]) == ("root", 70, 1)
     assert child[0]["tensors"] == [
-        {"slots": [0, 1], "side": side, "heads": 2, "head_dim": 8, "dtype": "F16", "codec": "raw"}
+        {
+            "first_slot": 0,
+            "last_slot": 1,
+            "side": side,
+            "heads": 2,
+            "head_dim": 8,
+            "dtype": "F16",
+            "codec": "raw",
+        }
         for side in ("k", "v")
     ]
     assert (
@@ -169,10 +177,12 @@ def test_tensors_that_differ_are_not_shown_as_alike(run: Run, client, at):
     client.register("mixed", layout=Layout(tuple(tensors)), model="m")
     (info,) = run("ls", "--json", *at).json["prefixes"]
     assert info["state"] == "registered"
-    shown = [(t["slots"], t["heads"], t["codec"]) for t in info["tensors"] if t["side"] == "k"]
-    assert shown == [
-        ([0, 0], 1, "raw"), ([1, 1], 2, "raw"), ([4, 4], 2, "raw"), ([5, 5], 2, "int8"),
-    ]  # fmt: skip
+    shown = [
+        (t["first_slot"], t["last_slot"], t["heads"], t["codec"])
+        for t in info["tensors"]
+        if t["side"] == "k"
+    ]
+    assert shown == [(0, 0, 1, "raw"), (1, 1, 2, "raw"), (4, 4, 2, "raw"), (5, 5, 2, "int8")]
     assert "registered, int8 (lossy)" in run("ls", *at).out
 
 

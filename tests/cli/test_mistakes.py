@@ -67,6 +67,10 @@ def test_a_number_that_is_none_is_not_spoken_of_in_words_of_python(run: Run, fla
     assert "could not convert" not in ran.err
 
 
+def test_the_file_of_a_benchmark_is_not_taken_for_json_in_the_output(run: Run):
+    assert "no row 'none'" in complaint(run("bench", "none", "--json", "file"))
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a Linux device")
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_disk_that_is_full_of_output_is_no_traceback(server, flags: list[str]):

@@ -39,7 +39,8 @@ def render(options: argparse.Namespace) -> int:
     console = output.console()
     for path in changed:
         console.print(f"{options.out}/{path}", highlight=False)
-    console.print(f"{len(changed)} files are new, of {len(mesh.nodes)} nodes")
+    new = output.counted(len(changed), "file is", "files are")
+    console.print(f"{new} new, of {output.counted(len(mesh.nodes), 'node', 'nodes')}")
     if missing:
         console.print(
             f"without a certificate yet: {', '.join(missing)}. Make them with `pion-grpc mesh certs`, "
