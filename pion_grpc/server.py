@@ -221,7 +221,7 @@ class Server:
             )
 
     def _log_losses(self) -> None:
-        lost = self.store.space.losses()
+        lost = self.store.space.losses.report()
         if lost.evicted:
             _log.info("evicted", count=lost.evicted, prefixes=lost.evicted_names)
         if lost.ownerless:

@@ -186,7 +186,7 @@ class BlobStore:
                 raise
             raise self.condemned(blob, f"{blob.file} is gone") from error
         except Unreadable as error:
-            self.workshop.space.note_trouble(blob.file, error.problem)
+            self.workshop.space.losses.trouble(blob.file, error.problem)
             raise
         try:
             run = blob.run_of(file)
@@ -207,7 +207,7 @@ class BlobStore:
         """
         with self.workshop.catalog.write() as transaction:
             owner = Blobs(transaction).condemn(blob.id)
-        self.workshop.space.note_trouble(blob.file, problem)
+        self.workshop.space.losses.trouble(blob.file, problem)
         self.workshop.space.sweep()
         return Corrupt(
             f"{owner} is damaged and has been taken out: a checksum differs, or bytes are missing"

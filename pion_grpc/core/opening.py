@@ -91,7 +91,7 @@ def open_prefix(
             raise damaged(row.namespace) from error
         except Unreadable as error:
             error.metadata["namespace"] = row.namespace
-            workshop.space.note_trouble(row.namespace, error.problem)
+            workshop.space.losses.trouble(row.namespace, error.problem)
             raise
         return Opened(row, info, reading, token_ids, cut)
 

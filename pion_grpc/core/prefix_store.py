@@ -312,7 +312,7 @@ class PrefixStore:
                     sealed += seal(self.workshop, row)
             except PionError as error:
                 problem = error.problem if isinstance(error, Unreadable) else error
-                self.space.note_trouble(
+                self.space.losses.trouble(
                     row.namespace, f"{row.namespace!r} is not sealed: {problem}"
                 )
                 failed = failed or error

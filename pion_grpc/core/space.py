@@ -9,13 +9,12 @@ The methods run inside a caller's write transaction and collect the names of fil
 the caller removes those files after the commit (`sweep`), so that a crash in between loses nothing.
 """
 
-import collections
 import contextlib
 import threading
 from pathlib import Path
-from typing import NamedTuple
 
 from pion_grpc.core.indexing import leave_index
+from pion_grpc.core.losses import Losses
 from pion_grpc.core.reading import CorruptPrefix
 from pion_grpc.core.receipt import leave_behind
 from pion_grpc.core.uses import Uses
@@ -38,26 +37,6 @@ FREE_BYTES_MAX = 2 << 20
 """Pages of the database that may lie empty before they are given back."""
 
 
-TROUBLES_MAX = 1_000
-"""Files whose trouble is remembered, so that it is told once."""
-NAMED_LOSSES_MAX = 16
-"""What went is told by name up to here, by number beyond."""
-
-
-class Losses(NamedTuple):
-    """What went without anybody having asked for it."""
-
-    evicted: int
-    evicted_names: tuple[str, ...]
-    """Of the last ones."""
-    corrupt: int
-    corrupt_files: tuple[str, ...]
-    troubles: tuple[str, ...]
-    """Files that could not be read or removed, and why. Nothing is lost by it yet."""
-    ownerless: int
-    """Files of processes that are gone, which nothing named."""
-
-
 class Space:
     """The budgets of one data directory, and what is done to keep them."""
 
@@ -77,57 +56,11 @@ class Space:
         self._lock = threading.Lock()
         self.uses = Uses(directory, catalog)
         """What goes first, it goes by these."""
+        self.losses = Losses()
+        """What has gone, for the log."""
         self._foreign_bytes = 0
-        self._evicted = 0
-        self._corrupt = 0
-        self._ownerless = 0
-        self._told = (0, 0)
-        self._evicted_names: collections.deque[str] = collections.deque(maxlen=NAMED_LOSSES_MAX)
-        self._corrupt_files: collections.deque[str] = collections.deque(maxlen=NAMED_LOSSES_MAX)
-        self._troubles: dict[str, str] = {}
-        self._told_troubles: set[str] = set()
         self._ended_stores: set[int] = set()
         self._ended_reservations: dict[int, int] = {}
-
-    @property
-    def evicted_count(self) -> int:
-        """Prefixes evicted since the start."""
-        return self._evicted
-
-    @property
-    def corrupt_count(self) -> int:
-        """Prefixes found damaged since the start."""
-        return self._corrupt
-
-    def losses(self) -> Losses:
-        """Returns what was evicted, found damaged or found ownerless since the last call."""
-        with self._lock:
-            evicted, corrupt = self._told
-            losses = Losses(
-                self._evicted - evicted,
-                tuple(self._evicted_names),
-                self._corrupt - corrupt,
-                tuple(self._corrupt_files),
-                tuple(
-                    self._troubles[name]
-                    for name in self._troubles
-                    if name not in self._told_troubles
-                ),
-                self._ownerless,
-            )
-            self._ownerless = 0
-            self._told_troubles = set(self._troubles)
-            self._told = self._evicted, self._corrupt
-            self._evicted_names.clear()
-            self._corrupt_files.clear()
-        return losses
-
-    def note_trouble(self, name: str, problem: str) -> None:
-        """Notes that a file cannot be read or removed, for the log, once."""
-        with self._lock:
-            self._troubles[name] = problem
-            if len(self._troubles) > TROUBLES_MAX:
-                del self._troubles[next(iter(self._troubles))]
 
     def used_bytes(self, transaction: Transaction) -> int:
         """Returns the bytes of every file of the directory, reservations included."""
@@ -201,9 +134,7 @@ class Space:
                     needed_bytes=needed,
                     budget_bytes=quota,
                 )
-        with self._lock:  # not before: what is refused evicts nothing
-            self._evicted += len(evicted)
-            self._evicted_names.extend(evicted)
+        self.losses.evicted(evicted)  # not before: what is refused evicts nothing
 
     def has_room(
         self, transaction: Transaction, tenant: str, needed: int, grown_bytes: int = 0
@@ -307,10 +238,8 @@ class Space:
             if name != row.file and name not in Extents(transaction).files(row.id):
                 return
             self.condemn(transaction, row.id)
-            with self._lock:
-                self._corrupt += 1
-                self._corrupt_files.append(name)
-        self.note_trouble(name, str(error))
+            self.losses.corrupt(name)
+        self.losses.trouble(name, str(error))
         self.sweep()
 
     def sweep(self) -> None:
@@ -340,7 +269,7 @@ class Space:
         try:
             self._files.unlink(path)
         except OSError as error:
-            self.note_trouble(self._directory.name_of(path), f"{path} stays: {error.strerror}")
+            self.losses.trouble(self._directory.name_of(path), f"{path} stays: {error.strerror}")
             return False
         return True
 
@@ -418,8 +347,8 @@ class Space:
             named = transaction.files()
         unnamed = [path for path in left if self._directory.name_of(path) not in named]
         removed = [path for path in unnamed if self._removed(path)]
-        with self._lock:  # what a process noted in run/ for its own use was never stored
-            self._ownerless += sum(self._directory.run not in path.parents for path in removed)
+        # What a process noted in run/ for its own use was never stored.
+        self.losses.ownerless(sum(self._directory.run not in path.parents for path in removed))
 
     def _over_budget(self, needed: int) -> OverBudget:
         return OverBudget(

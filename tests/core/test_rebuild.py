@@ -207,7 +207,7 @@ def test_the_first_power_cut_keeps_no_server_from_starting(tmp_path: Path) -> No
     store = after.start()
     assert look(store, "p").reason is MissReason.NOT_STORED
     assert stray_files(store) == []
-    assert store.space.losses().ownerless == 1
+    assert store.space.losses.report().ownerless == 1
 
 
 def test_what_a_start_removes_is_counted_once(machine: Machine) -> None:
@@ -221,8 +221,8 @@ def test_what_a_start_removes_is_counted_once(machine: Machine) -> None:
     for name in ("segments/0123456789ab-77.safetensors", "rows/0123456789ab-1.rows"):
         (machine.path / name).touch()
     store = machine.start()
-    assert store.space.losses().ownerless == 3
-    assert store.space.losses().ownerless == 0
+    assert store.space.losses.report().ownerless == 3
+    assert store.space.losses.report().ownerless == 0
     assert_filled(store)
 
 

@@ -265,7 +265,7 @@ def test_what_has_no_room_for_its_segment_keeps_nobody_else_from_being_saved(
     assert unsynced(resp) == 0
     with resp.store.workshop.catalog.read() as transaction:
         assert [row.namespace for row in transaction.live(None)] == ["large"]
-    assert [problem.partition(":")[0] for problem in resp.store.space.losses().troubles] == [
+    assert [problem.partition(":")[0] for problem in resp.store.space.losses.report().troubles] == [
         "'large' is not sealed"
     ]
     with pytest.raises(OverBudget):  # who asks for this very thing is told

@@ -115,7 +115,7 @@ def test_a_damaged_value_is_a_miss_and_its_name_is_free(start_resp: Callable[...
     broken.send("GET", "damaged")  # the damage is met when most of it has been sent
     with pytest.raises((AssertionError, ConnectionError)):
         broken.read()
-    assert len(resp.store.space.losses().troubles) == 2  # the operator learns of the files
+    assert len(resp.store.space.losses.report().troubles) == 2  # the operator learns of the files
     assert wire("SSM.PREFIX.FETCH", "damaged", 0) is None
     assert wire("GET", "damaged") is None
     assert wire("SSM.PREFIX.STORE", "damaged", 0, b"new") == "OK"
@@ -144,7 +144,7 @@ def test_damaged_rows_are_named_by_their_prefix(start_resp: Callable[..., Resp])
     refusal = wire("V.FETCH", "rows", "BATCH", 0, 4).text
     assert refusal.startswith("ERR 'rows' is damaged and has been taken out")
     assert str(resp.store.directory.path) not in refusal
-    (problem,) = resp.store.space.losses().troubles
+    (problem,) = resp.store.space.losses.report().troubles
     assert problem.startswith(f"{path}: ")
     assert wire("V.FETCH", "rows", "BATCH", 0, 4).text == "ERR session not found"
 
