@@ -51,7 +51,7 @@ def test_no_bit_of_a_state_changes(client: Client, size: int) -> None:
     assert told[-1:] == ([(size, size)] if size else [])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, 65 * MIB + 3])  # more than any message may have
 def test_a_state_is_the_same_by_every_road(
     server: ServerProcess, client: Client, size: int
 ) -> None:
