@@ -185,7 +185,8 @@ class RowsUpload:
             row.id, self.tensor.side.value, max(end - had, 0), more * self.tensor.row_bytes
         )
         sides.count_records(1)
-        if layout.to_json() != row.layout:
+        is_new = layout.to_json() != row.layout
+        if is_new:
             transaction.update(row.id, layout=layout.to_json(), fidelity=layout.fidelity)
         transaction.update(
             row.id,
@@ -197,7 +198,9 @@ class RowsUpload:
             **outgrown(row),
         )
         transaction.stamp([(row.id, self.tensor.side.value)])
-        generation = transaction.new_generation(row.id) if overwrites else row.generation
+        # Who resumes a stream counts its tensors: another one is no continuation.
+        changes = overwrites or is_new
+        generation = transaction.new_generation(row.id) if changes else row.generation
         return RowsWritten(row.base + counts[index], generation, self._header.durability)
 
 

@@ -634,6 +634,14 @@ class StoreContract:
         assert rows is not None
         assert rows[0] == b"a" * 80 + b"c" * 160 + b"b" * 80
 
+    def test_no_stream_goes_on_among_other_tensors(self, store: PrefixStore) -> None:
+        store.register(TENANT, "p", SMALL)
+        before = [write(store, "p", 0, b"a" * 160, side=side) for side in Side][-1]
+        came = write(store, "p", 0, b"b" * 160, slot=1)
+        assert came.generation != before.generation
+        with pytest.raises(GenerationDiffers):
+            store.fetch(TENANT, FetchQuery("p", generation=before.generation))
+
     def test_a_gap_reads_as_zeros(self, store: PrefixStore) -> None:
         store.register(TENANT, "p", SMALL)
         for side in Side:

@@ -2397,7 +2397,7 @@ type PrefixStoreWriteRowsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Rows that this tensor has now.
 	RowCount uint64 `protobuf:"varint,1,opt,name=row_count,json=rowCount,proto3" json:"row_count,omitempty"`
-	// The prefix's generation; a new one if rows were overwritten.
+	// The prefix's generation; a new one if rows were overwritten, or the prefix got a tensor.
 	Generation uint64 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
 	// What is promised.
 	Durability    Durability `protobuf:"varint,3,opt,name=durability,proto3,enum=pion.v1.Durability" json:"durability,omitempty"`

@@ -303,7 +303,7 @@ class RowsWritten(NamedTuple):
     row_count: int
     """Rows that the tensor has now."""
     generation: int
-    """It has changed if rows were overwritten."""
+    """It has changed if rows were overwritten, or the tensor is new."""
     durability: DurabilityName
 
 

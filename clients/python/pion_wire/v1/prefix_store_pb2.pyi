@@ -1390,7 +1390,7 @@ class PrefixStoreWriteRowsResponse(_message.Message):
     row_count: _builtins.int
     """Rows that this tensor has now."""
     generation: _builtins.int
-    """The prefix's generation; a new one if rows were overwritten."""
+    """The prefix's generation; a new one if rows were overwritten, or the prefix got a tensor."""
     durability: _types_pb2.Durability.ValueType
     """What is promised."""
     def __init__(
