@@ -165,6 +165,13 @@ CONFIGS = {
         "mamba_n_heads": 4,
         "mamba_n_groups": 1,
     },
+    "baichuan_m1": {
+        **_SMALL,
+        "num_hidden_layers": 2,
+        "conv_window": 2,
+        "sliding_window": WINDOW,
+        "sliding_window_layers": [0],
+    },
     "deepseek_v3": _MLA,
     "deepseek_v32": {**_MLA, "index_head_dim": 16, "index_n_heads": 4, "index_topk": 8},
     "deepseek_v41": {

@@ -19,7 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from pion_client import identity
 from pion_client.mlx import model_id
 from pion_grpc.cli.smollm2 import random_llama
-from tests.mlx import programs
+from tests.mlx import families, programs
 
 
 def small(**changes):
@@ -124,6 +124,13 @@ OTHER_ARGUMENTS = [
 @pytest.mark.parametrize("other", OTHER_ARGUMENTS, ids=lambda other: next(iter(other)))
 def test_other_arguments_with_the_same_weights_never_have_the_same_id(other):
     assert model_id(small(**other)) != model_id(small())
+
+
+def test_arguments_by_another_name_are_not_overlooked():
+    """Some families call them `config`."""
+    one, other = (families.build("baichuan_m1", rms_norm_eps=eps) for eps in (1e-5, 1e-6))
+    assert not hasattr(one, "args")
+    assert model_id(one) != model_id(other)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

@@ -428,6 +428,14 @@ def test_ids_beyond_the_vocabulary_do_not_reach_the_model(quantized):
                     refused()
 
 
+def test_an_embedding_of_several_tokens_is_not_taken_for_the_vocabulary():
+    model = build("longcat_flash_ngram")
+    with HybridRetrievalCache(model) as retrieval:
+        assert retrieval.ingest("c", [model.args.vocab_size - 1]).kept
+        with pytest.raises(ValueError, match=f"not below {model.args.vocab_size}"):
+            retrieval.ingest("c", [model.args.vocab_size])
+
+
 def test_an_id_that_is_no_text_is_refused(retrieval):
     with pytest.raises(TypeError, match="a chunk's id is a text"):
         retrieval.ingest(7, CHUNK)

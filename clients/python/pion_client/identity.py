@@ -12,7 +12,8 @@ text UTF-8, text and JSON after their length as u32)::
       u32   number of dimensions, then u64 per dimension
       text  type, as MLX names it without its module: "float32", "bfloat16", "uint32", ...
       u32   CRC-32C of its values, row-major, little-endian
-    text  the model's `args` as JSON: keys sorted, separators "," and ":", ASCII only; `null` if none
+    text  the model's `args` (or `config`, as some call it) as JSON: keys sorted, separators "," and ":",
+          ASCII only; `null` if none
 
 Adapters and quantisation are parameters. Two things are not and count as some: the `scale` of a module
 with a parameter `lora_a`, and the public numbers of a module whose class is named for RoPE (`base`,
@@ -163,10 +164,27 @@ def _type_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
+def arguments(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yields names and values of a model's arguments, and of those within them."""
+    return _within(_args(model))
+
+
+def _within(args: Any) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(args):
+        args = vars(args)
+    if isinstance(args, Mapping):
+        for name, value in args.items():
+            yield str(name), value
+            yield from _within(value)
+
+
+def _args(model: Any) -> Any:
+    return getattr(model, "args", None) or getattr(model, "config", None)
+
+
 def _args_json(model: Any) -> str:
-    args = getattr(model, "args", None)
     try:
-        return json.dumps(args, default=_plain, sort_keys=True, separators=(",", ":"))
+        return json.dumps(_args(model), default=_plain, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise TypeError(f"the model's args have no JSON ({error}); pass model_id=…") from error
 

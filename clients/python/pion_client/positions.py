@@ -18,15 +18,16 @@ as a difference, even in architectures that nobody has thought of here. Scaling 
 many tokens shows only there, so a model is probed again before keys are moved further (`Reach`).
 """
 
-import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cache
+
+from pion_client.identity import arguments
 
 _PROBE_IDS = range(1, 9)
 """Any tokens that every model has."""
@@ -98,8 +99,7 @@ def rotations(model: Any, cache: Sequence[Any] | None = None) -> list[Rotation]:
     layers = getattr(model, "layers", ())
     if len(layers) != len(cache):
         raise PositionsFixed(f"{len(layers)} layers have {len(cache)} caches")
-    arguments = _arguments(getattr(model, "args", None))
-    scaled = {name for name, value in arguments if name in _SCALING and value}
+    scaled = {name for name, value in arguments(model) if name in _SCALING and value}
     if scaled:
         raise PositionsFixed(f"attention is scaled by the position: {', '.join(sorted(scaled))}")
     found = [_rotation(index, layer) for index, layer in enumerate(layers)]
@@ -125,16 +125,6 @@ class Reach:
         position = 1 << end.bit_length()  # a few looks are enough for all that will be asked
         probe(self._model, self._rotations, position)
         self._end = position
-
-
-def _arguments(arguments: Any) -> Iterator[tuple[str, Any]]:
-    """Yields names and values of arguments, and of those within them."""
-    if dataclasses.is_dataclass(arguments):
-        arguments = vars(arguments)
-    if isinstance(arguments, Mapping):
-        for name, value in arguments.items():
-            yield str(name), value
-            yield from _arguments(value)
 
 
 def _rotation(index: int, layer: Any) -> Rotation:

@@ -2,7 +2,8 @@
 
 Knows embeddings and token ids; neither texts nor tokenizers. The one decision: an id is compared with
 the rows of the model's embedding before the model sees it, wherever it comes from: a caller, a file or
-a server. MLX does not compare, and reads beyond the memory of the embedding.
+a server. MLX does not compare, and reads beyond the memory of the embedding. Which one that is, the
+model's arguments tell: others embed positions, or several tokens at once.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.quantized import QuantizedEmbedding
 
+from pion_client.identity import arguments
 from pion_wire import blocks
 
 
@@ -20,7 +22,7 @@ class Vocabulary:
     """How many token ids a model has.
 
     Args:
-        model: a loaded mlx-lm model. Of one without an embedding, every id is taken.
+        model: a loaded mlx-lm model. Of one that tells nothing, every id is taken.
     """
 
     def __init__(self, model: Any) -> None:
@@ -28,8 +30,9 @@ class Vocabulary:
         if isinstance(model, Module):
             modules = model.modules()  # type: ignore[no-untyped-call]
         embeddings = (m for m in modules if isinstance(m, Embedding | QuantizedEmbedding))
-        # Others embed positions, or fewer tokens.
-        self.size = max((int(one.weight.shape[0]) for one in embeddings), default=1 << 32)
+        rows = max((int(one.weight.shape[0]) for one in embeddings), default=1 << 32)
+        said = [size for name, size in arguments(model) if name == "vocab_size" and size]
+        self.size: int = min(rows, max(said, default=rows))
         """Ids are below it."""
 
     def packed(self, token_ids: Sequence[int]) -> bytes:
