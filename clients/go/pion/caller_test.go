@@ -2,6 +2,7 @@ package pion
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -158,5 +159,30 @@ func TestAResumedFetchDoesNotSayWhatItCannotKnow(t *testing.T) {
 	_, err := dial(t, server.start(t), Options{}).FetchTo(t.Context(), FetchRequest{Namespace: "n"}, io.Discard, nil)
 	if !errors.Is(err, ReasonGeneration) || !bytes.Contains([]byte(err.Error()), []byte("another node")) {
 		t.Error(err)
+	}
+}
+
+// cancelling is a writer that ends the context of the fetch.
+type cancelling struct {
+	writes int
+	cancel context.CancelFunc
+}
+
+func (c *cancelling) Write(data []byte) (int, error) {
+	c.writes++
+	c.cancel()
+	return len(data), nil
+}
+
+func TestWhatHasArrivedIsNotWrittenAfterTheEndOfTheContext(t *testing.T) {
+	client := dial(t, sharedServer(t), Options{})
+	mustStore(t, client, sample("canceled", wire.F32, 40_000)) // ten chunks
+	for range 20 {
+		ctx, cancel := context.WithCancel(t.Context())
+		w := &cancelling{cancel: cancel}
+		_, err := client.FetchTo(ctx, FetchRequest{Namespace: "canceled"}, w, nil)
+		if !errors.Is(err, ReasonCanceled) || w.writes != 1 {
+			t.Fatalf("%d writes, %v", w.writes, err)
+		}
 	}
 }

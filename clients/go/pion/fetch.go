@@ -148,7 +148,11 @@ func (c *Client) receive(ctx context.Context, taken *reception, route string) er
 		if err != nil {
 			return errorOf(ctx, err)
 		}
-		err = taken.take(message.buffer.ReadOnlyData())
+		if cause := context.Cause(ctx); cause != nil { // what is buffered would still come
+			err = endedBy(cause)
+		} else {
+			err = taken.take(message.buffer.ReadOnlyData())
+		}
 		message.buffer.Free()
 		if err != nil {
 			return err
