@@ -232,11 +232,12 @@ class Server:
             _log.warning("file in trouble", problem=problem)
 
     def _add_services(self, credentials: Credentials) -> None:
+        alone = self._config.workers == 1
         implementations = {
             "PrefixStore": PrefixStoreService(self.store, self._config, unix_ms(), self.attend),
             "Attend": self._attending or UnimplementedService(SERVICES["Attend"], ATTEND_OFF),
             "SSMState": SSMStateService(self.states, self._config),
-            "Stats": StatsService(self.store, workers=self._config.workers),
+            "Stats": StatsService(self.store.ledger if alone else self.store.receipt),
         }
         handlers = [
             service_handler(

@@ -33,6 +33,7 @@ from pion_grpc.cli.connecting import Wire, connected, one_node_asked, wired
 from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.cli.output import Advance, printable, progress, show, size
 from pion_grpc.cli.restoring import restore
+from pion_grpc.core.checkup import PageReader
 from pion_grpc.core.order import PartOrder, RowOrder
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import CheckedRun, OpenFile, SegmentWriter
@@ -41,7 +42,6 @@ from pion_wire import framing
 from pion_wire.blocks import route_key
 from pion_wire.framing import FrameError, HeaderBytes, PartChunk, RowChunk
 from pion_wire.layout import PartInfo
-from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.messages import layout_to_message, part_to_message
 from pion_wire.segment import (
     SegmentError,
@@ -371,12 +371,8 @@ def _check_pages(source: Source, advance: Advance) -> None:
     Raises:
         CommandFailed: a page has changed since it was written.
     """
-    run = source.run
     try:
-        for begin in range(0, run.size, CHUNK_BYTES_MAX):
-            end = min(begin + CHUNK_BYTES_MAX, run.size)
-            run.read(begin, end)
-            advance(end, run.size)
+        PageReader(advance, source.run.size).check(source.run)
     except core_errors.Corrupt as error:
         raise _refused(source.path, error) from error
 

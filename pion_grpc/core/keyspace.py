@@ -1,6 +1,6 @@
 """The keyspace: the keys of all tenants, durable like everything else.
 
-What clients of this wire keep beside their prefixes: lineages, journals, whole chunks of a cache.
+What clients keep beside their prefixes: lineages, journals, whole chunks of a cache.
 Refuses to know what a piece of work does with its tenant's `Keys`.
 
 The one decision to understand: **writes of many clients share a transaction**. A commit costs more than

@@ -1,7 +1,6 @@
 """pion.v1.Stats: the receipt as messages. It is the server's: of several workers together."""
 
-from pion_grpc.core.prefix_store import PrefixStore
-from pion_grpc.core.receipt import Receipt
+from pion_grpc.core.receipt import Ledger, Receipt, SharedReceipt
 from pion_grpc.errors import NotAllowed
 from pion_grpc.rpc.service import Call
 from pion_wire.v1 import stats_pb2 as pb
@@ -10,21 +9,19 @@ from pion_wire.v1 import stats_pb2 as pb
 class StatsService:
     """One method per RPC; see the proto for what each does."""
 
-    def __init__(self, store: PrefixStore, *, workers: int) -> None:
-        self._store = store
-        self._alone = workers == 1
+    def __init__(self, counters: Ledger | SharedReceipt) -> None:
+        """Takes what counts for the server: one process, or all of its workers."""
+        self._counters = counters
 
     def Get(self, request: pb.StatsGetRequest, call: Call) -> pb.StatsGetResponse:
         """Reads the receipt."""
         _check_tenant(call)
-        receipt = self._store.ledger.get() if self._alone else self._store.receipt.get()
-        return pb.StatsGetResponse(receipt=_message(receipt))
+        return pb.StatsGetResponse(receipt=_message(self._counters.get()))
 
     def Reset(self, request: pb.StatsResetRequest, call: Call) -> pb.StatsResetResponse:
         """Sets it to zero."""
         _check_tenant(call)
-        receipt = self._store.ledger.reset() if self._alone else self._store.receipt.reset()
-        return pb.StatsResetResponse(receipt=_message(receipt))
+        return pb.StatsResetResponse(receipt=_message(self._counters.reset()))
 
 
 def _check_tenant(call: Call) -> None:

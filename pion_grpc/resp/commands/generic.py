@@ -26,7 +26,7 @@ KIND_NAMES = {
     Kind.SORTED_SET: "zset",
     Kind.HASH: "hash",
 }
-TIME_MAX_MS = 1 << 62
+_TIME_MAX_MS = (1 << 62) - 1
 
 
 class ScanOptions(NamedTuple):
@@ -103,11 +103,7 @@ def expire(call: Call) -> Answer:
     """`EXPIRE`, `PEXPIRE`, `EXPIREAT`, `PEXPIREAT key time [NX|XX|GT|LT]`."""
     name = call.command.name
     unit = 1 if name.startswith("P") else 1_000
-    refusal = f"ERR invalid expire time in '{name.lower()}' command"
-    time_ms = call.integer(1) * unit
-    if not -TIME_MAX_MS < time_ms < TIME_MAX_MS:
-        raise ReplyError(refusal)
-    when = time_ms if name.endswith("AT") else call.keyspace.now_unix_ms + time_ms
+    when = expiry(call, 1, unit, absolute=name.endswith("AT"), least_ms=-_TIME_MAX_MS)
     if call.count > 3:
         raise syntax_error()
     option = call.word(2)
@@ -188,6 +184,22 @@ def copy(call: Call) -> Answer:
             space.copy_scores(source, target)
     space.set_expiry(target, expires)
     return 1
+
+
+def expiry(call: Call, at: int, unit_ms: int, *, absolute: bool, least_ms: int = 1) -> int:
+    """Returns an argument as the unix milliseconds when a key expires.
+
+    Args:
+        call: the command.
+        at: which argument.
+        unit_ms: milliseconds in what it counts.
+        absolute: whether it counts from 1970, and not from now.
+        least_ms: the least that it may say.
+    """
+    time_ms = call.integer(at) * unit_ms
+    if not least_ms <= time_ms <= _TIME_MAX_MS:
+        raise ReplyError(f"ERR invalid expire time in '{call.command.name.lower()}' command")
+    return time_ms if absolute else call.keyspace.now_unix_ms + time_ms
 
 
 def scan_cursor(call: Call, at: int) -> int:

@@ -13,11 +13,11 @@ from pion_grpc.resp.command import (
     syntax_error,
     writer,
 )
+from pion_grpc.resp.commands.generic import expiry
 from pion_grpc.resp.reply import OK, Reply, ReplyError
 
 QUICK_KEYS_MAX = 16
 """Keys that one command reads on the event loop."""
-_TIME_MAX_MS = 1 << 62
 
 
 def get(call: Call) -> Answer:
@@ -226,12 +226,7 @@ _UNITS = {"EX": 1_000, "PX": 1, "EXAT": 1_000, "PXAT": 1}
 
 
 def _expiry(call: Call, at: int, unit: str) -> int:
-    name = call.command.name.lower()
-    refusal = f"ERR invalid expire time in '{name}' command"
-    time_ms = call.integer(at) * _UNITS[unit]
-    if not 0 < time_ms < _TIME_MAX_MS:
-        raise ReplyError(refusal)
-    return time_ms if unit.endswith("AT") else call.keyspace.now_unix_ms + time_ms
+    return expiry(call, at, _UNITS[unit], absolute=unit.endswith("AT"))
 
 
 _ALL, _PAIRS = (1, -1, 1), (1, -1, 2)
