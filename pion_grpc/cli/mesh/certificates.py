@@ -61,14 +61,20 @@ def authority_in(directory: Path, mesh: Mesh) -> Authority:
     cert, key = directory / "ca.pem", directory / "ca.key"
     if not cert.exists() and not key.exists():
         return _new_authority(directory, mesh)
+    for half in (cert, key):
+        if not half.exists():
+            raise CommandFailed(
+                f"{directory} holds no authority: there is no {half.name}", reason="INVALID"
+            )
     try:
         loaded = serialization.load_pem_private_key(key.read_bytes(), None)
         authority = Authority(x509.load_pem_x509_certificate(cert.read_bytes()), _of_curve(loaded))
         if authority.certificate.public_key() != authority.key.public_key():
             raise ValueError("ca.key is another certificate's")
     except OSError as error:
+        problem = f"{error.filename} cannot be read: {error.strerror}"
         raise CommandFailed(
-            f"{error.filename} cannot be read: {error.strerror}", reason="INVALID"
+            f"{directory} holds no authority: {problem}", reason="INVALID"
         ) from error
     except (ValueError, TypeError) as error:
         raise CommandFailed(f"{directory} holds no authority: {error}", reason="INVALID") from error
