@@ -84,6 +84,8 @@ def files(out: Path) -> dict[str, tuple[bytes, int]]:
         (ONE + 'data = "/x\\nUser=root"\n', "does not belong in a line"),
         (ONE + 'serve = ["--ns-prefix", "x\\nUser=root"]\n', "does not belong in a line"),
         ('[[node]]\nname = "a"\naddress = "fe80::1%en0"\n', "no zones"),
+        ('[[node]]\nname = "a"\naddress = "fd00::1%en0"\n', "no zones"),
+        ('[[node]]\nname = "a"\naddress = "fe80::1"\n', "nowhere without a zone"),
         ('[[node]]\nname = "a"\naddress = "::ffff:10.0.0.1"\n', "written 10.0.0.1"),
         (TWO + 'peer_address = "10.0.0.1"\n', "10.0.0.1 is an address of node a and of node b"),
         (PEERS.replace("20.2", "20.1"), "10.0.20.1 is an address of node a and of node b"),
@@ -102,6 +104,31 @@ def test_a_file_that_describes_no_mesh_is_refused(tmp_path: Path, capsys, text, 
     assert main(["mesh", "render", str(path), "--out", str(tmp_path / "out")]) == 1
     assert "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("serve", "problem"),
+    [
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--disk-budgt", "1GiB"], "unrecognized arguments: --disk-budgt"),
+        (["--lis", "10.0.0.2:1"], "unrecognized arguments: --lis"),
+        (["--disk-budget"], "--disk-budget: expected one argument"),
+        (["--disk-budget", "much"], "'much' is not a size"),
+        (["on"], "unrecognized arguments: on"),
+        (["--help"], "does not serve"),
+    ],
+)
+def test_what_no_server_takes_is_refused_before_it_is_on_every_node(
+    tmp_path: Path, capsys, serve, problem
+) -> None:
+    path, out = tmp_path / "nodes.toml", tmp_path / "out"
+    path.write_text(f"{TWO}serve = {json.dumps(serve)}\n")
+    for what in ("render", "certs"):
+        assert main(["mesh", what, str(path), "--out", str(out)]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert "node b: serve: " in said
+        assert problem in said
+    assert not out.exists()
 
 
 def test_nodes_are_known_by_the_addresses_that_clients_have(mesh: Mesh) -> None:

@@ -253,6 +253,8 @@ def _address(where: str, value: Any) -> str:
             raise BadMesh(f"{where}: {value} is written {address.ipv4_mapped}")
         if address.scope_id is not None:
             raise BadMesh(f"{where}: {value}: proxies know no zones (%{address.scope_id})")
+        if address.is_link_local:
+            raise BadMesh(f"{where}: {value} is nowhere without a zone, and proxies know none")
     return str(address)
 
 

@@ -15,9 +15,10 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pion_grpc.cli import output
+from pion_grpc.cli.arguments import add_serve
 from pion_grpc.cli.failure import CommandFailed
 from pion_grpc.cli.mesh import envoy, services
 from pion_grpc.cli.mesh.nodes import BadMesh, Mesh, Node, checked_name, read_mesh
@@ -134,9 +135,32 @@ def _services(mesh: Mesh, node: Node) -> Iterator[tuple[str, bytes]]:
 
 def _mesh(options: argparse.Namespace) -> Mesh:
     try:
-        return read_mesh(options.nodes)
+        mesh = read_mesh(options.nodes)
+        for node in mesh.nodes:
+            _check_flags(options.nodes, node)
     except BadMesh as error:
         raise CommandFailed(str(error), reason="INVALID") from error
+    return mesh
+
+
+class _Flags(argparse.ArgumentParser):
+    """A parser of words that stand in a file: what is wrong with them is wrong with that."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadMesh(message)
+
+    def print_help(self, file: object = None) -> NoReturn:
+        raise BadMesh("a server that shows its help does not serve")
+
+
+def _check_flags(path: Path, node: Node) -> None:
+    """Refuses what the server of a node would refuse: there, it would be started again and again."""
+    parser = _Flags(allow_abbrev=False)
+    add_serve(parser.add_subparsers())
+    try:
+        parser.parse_args(services.server_command(node)[1:])
+    except BadMesh as error:
+        raise BadMesh(f"{path}: node {node.name}: serve: {error}") from error
 
 
 def _json(document: dict[str, Any]) -> bytes:
