@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from pion_grpc.core.sessions import Sessions
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored, RowsOutOfRange
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.copies import Copies
+from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import disk_errors
 
 _HALF = np.dtype("<f2")
@@ -140,7 +142,7 @@ class Copier:
         scratch = path.with_name(f"{workshop.directory.instance}-{reservation}.tmp")
         try:
             with disk_errors(path):
-                _write(scratch, header, request, readings)
+                _write(workshop.files, scratch, header, request, readings)
                 workshop.files.rename(scratch, path)
             with workshop.catalog.write() as transaction:
                 Accounts(transaction).release(reservation)
@@ -156,24 +158,29 @@ class Copier:
 
 
 def _write(
-    scratch: Path, header: bytes, request: CopyRequest, readings: list[SessionReading]
+    files: Files,
+    scratch: Path,
+    header: bytes,
+    request: CopyRequest,
+    readings: list[SessionReading],
 ) -> None:
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = files.create(scratch)
     try:
-        os.pwrite(descriptor, header, 0)
+        files.write_at(descriptor, header, 0)
         offset = len(header)
         for layer in range(request.layers):
             for reading in readings:
-                _write_tensor(descriptor, offset, request, reading, layer)
+                for data, place in _placed(request, reading, layer):
+                    files.write_at(descriptor, data, offset + place)
                 offset += request.tensor_bytes
     finally:
         os.close(descriptor)
 
 
-def _write_tensor(
-    descriptor: int, offset: int, request: CopyRequest, reading: SessionReading, layer: int
-) -> None:
-    """Writes one tensor: each piece of rows to its place in every head."""
+def _placed(
+    request: CopyRequest, reading: SessionReading, layer: int
+) -> Iterator[tuple[memoryview, int]]:
+    """Yields the bytes of one tensor, and where in it they go: each piece of rows in every head."""
     row_bytes = request.head_dim * _HALF.itemsize
     head_bytes = (request.end - request.begin) * row_bytes
     lossless = reading.stored_tensor(layer).codec == "raw"
@@ -184,10 +191,8 @@ def _write_tensor(
         halves = _halves(data, array.numpy, must_be_exact=lossless)
         by_head = halves.reshape(-1, request.heads, request.head_dim).transpose(1, 0, 2)
         for head, rows in enumerate(by_head):
-            place = offset + head * head_bytes + row * row_bytes
-            _write_all(
-                descriptor, np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data, place
-            )
+            piece = np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data
+            yield piece, head * head_bytes + row * row_bytes
         row += by_head.shape[1]
 
 
@@ -200,12 +205,6 @@ def _halves(data: memoryview, dtype: np.dtype[Any], *, must_be_exact: bool) -> N
         if must_be_exact and not np.array_equal(halves.astype(np.float32), values, equal_nan=True):
             raise InvalidRequest("rows", "binary16 cannot hold them: fetch them instead")
     return halves
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while len(data):
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def _check_layer(reading: SessionReading, sid: str, layer: int, request: CopyRequest) -> None:

@@ -44,6 +44,13 @@ class Files:
         while len(view):
             view = view[os.write(descriptor, view) :]
 
+    def write_at(self, descriptor: int, data: bytes | memoryview, offset: int) -> None:
+        """Writes all of `data` at a place in the file."""
+        view = memoryview(data)
+        while len(view):
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
+
     def sync(self, descriptor: int) -> None:
         """Returns when the file's bytes are on stable storage."""
         if sys.platform == "darwin":
@@ -97,6 +104,11 @@ class PowerCut(Files):
         """Writes, unless the disk is full: then writes what still fits and raises ENOSPC."""
         self.count(len(data))
         super().write(descriptor, data)
+
+    def write_at(self, descriptor: int, data: bytes | memoryview, offset: int) -> None:
+        """As `write`, but at a place."""
+        self.count(len(data))
+        super().write_at(descriptor, data, offset)
 
     def count(self, size: int) -> None:
         """Counts bytes about to be written; raises ENOSPC beyond the limit."""
