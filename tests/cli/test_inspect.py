@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pion_client import Client, Layout, Side, TensorLayout
@@ -254,6 +255,19 @@ def test_budgets_are_shown_with_what_is_used(run: Run, client, at):
     assert server["prefix_count"] == 1
     assert 0 < server["disk_used_bytes"] < server["disk_budget_bytes"] == 20 << 30
     assert "of 20.0 GiB" in run("stat", *at).out
+
+
+def test_no_count_of_attend_is_shown_for_another(run: Run, client, at):
+    rows = np.ones((1, 1, 1), np.float32)
+    for layer in (*range(260), 0):  # four more than there are entries; the first comes back
+        client.attend_store("counted", layer, rows, rows)
+    server = run("stat", "--json", *at).json["server"]
+    counts = [server[f"attend_{name}"] for name in ("warm", "cold", "demotions", "rehydrates")]
+    assert counts == [256, 4, 5, 1]
+    shown = " ".join(run("stat", *at).out.split())
+    assert "256 resident, 4 cold" in shown
+    assert "5 made cold, 1 resident again" in shown
+    assert client.attend_drop("counted") == 260
 
 
 def test_asking_what_is_there_does_not_change_the_receipt(run: Run, client, at):
