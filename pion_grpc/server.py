@@ -296,7 +296,7 @@ class Server:
             raise
 
     def _keep_house(self) -> None:
-        ticks = 0
+        ticks, told = 0, ""
         while not self._stopping.wait(TICK_S):
             ticks += 1
             self._clear_lobby()
@@ -311,9 +311,13 @@ class Server:
                 if ticks % CLEAN_EVERY_TICKS == 0:
                     self.store.clean()
             except PionError as error:
-                _log.warning("housekeeping failed", reason=error.reason, problem=str(error))
+                if told != str(error):  # a full disk is none the emptier for being told each second
+                    _log.warning("housekeeping failed", reason=error.reason, problem=str(error))
+                told = str(error)
             except Exception:
                 _log.exception("housekeeping failed")
+            else:
+                told = ""
 
     def _clear_lobby(self) -> None:
         """Cuts off who says nothing, over and over as long as others may stand in line."""

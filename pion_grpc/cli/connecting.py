@@ -111,7 +111,7 @@ def _advice(options: argparse.Namespace, error: errors.PionError) -> str:
     address: str = options.address
     if isinstance(error, errors.Unavailable) and error.from_transport:
         text = (
-            f"no server answers at {address}: {_start(address)}name another with --address or "
+            f"no server answers at {address}: {how_to_start(address)}name another with --address or "
             "PION_ADDRESS"
         )
         if tls(options) is not None:
@@ -127,10 +127,13 @@ def _advice(options: argparse.Namespace, error: errors.PionError) -> str:
             f"the server at {address} did not accept the password, or needs one: set PION_PASSWORD (and "
             "PION_TENANT, if there are tenants), or use --password-file"
         )
+    if error.from_transport:
+        told = printable(str(error))
+        return f"what answers at {address} is no pion-grpc server, or a proxy without one: {told}"
     return printable(str(error))
 
 
-def _start(address: str) -> str:
+def how_to_start(address: str) -> str:
     """Returns how to start a server at an address, if that is one of this machine."""
     if address == DEFAULT_ADDRESS:
         return "start one with `pion-grpc serve`, or "

@@ -232,6 +232,7 @@ class Catalog:
             application = connection.pragma("application_id")
             version = int(connection.pragma("user_version"))
             shape = shape_of(connection)
+            read_only = connection.readonly("main")
         finally:
             connection.close()
         if application != APPLICATION_ID and (application or version or shape):
@@ -243,6 +244,8 @@ class Catalog:
             )
         if version:
             check_shape(self._path, shape, self._migrations[:version])
+        if read_only:
+            raise CannotStart(f"{self._path} may only be read: see who may write it")
         return version
 
     def _migrate(self, connection: apsw.Connection, version: int) -> None:

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import apsw
+import grpc
 import pytest
 
 from pion_client import Client
+from pion_grpc.cli.connecting import how_to_start
 from tests.cli.conftest import Run, store
 
 
@@ -53,10 +56,33 @@ def test_what_is_not_there_or_not_right_is_named(
     assert sorted(os.listdir()) == ["bytes", "loop", "text"]
 
 
-@pytest.mark.parametrize("address", ["host.invalid:50051", "192.0.2.1:1,192.0.2.2:1"])
-def test_nobody_is_told_to_start_a_server_on_another_machine(run: Run, address: str):
-    told = complaint(run("ls", "--address", address, "--timeout", "0.1"))
-    assert f"no server answers at {address}: name another" in told
+def test_nobody_is_told_to_start_one_server_where_several_should_be(run: Run):
+    told = complaint(run("ls", "--address", "127.0.0.1:1,127.0.0.1:2", "--timeout", "1"))
+    assert "no server answers at 127.0.0.1:1,127.0.0.1:2: name another" in told
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("127.0.0.1:50051", "start one with `pion-grpc serve`, or "),
+        ("localhost:1", "start one with `pion-grpc serve --listen localhost:1`, or "),
+        ("unix:/s", "start one with `pion-grpc serve --listen unix:/s`, or "),
+        ("10.0.0.1:50051", ""),
+        ("host:50051", ""),
+    ],
+)
+def test_nobody_is_told_to_start_a_server_on_another_machine(address: str, advice: str):
+    assert how_to_start(address) == advice
+
+
+def test_another_program_at_the_address_is_told_from_a_server(run: Run):
+    with ThreadPoolExecutor(1) as pool:
+        other = grpc.server(pool)
+        port = other.add_insecure_port("127.0.0.1:0")
+        other.start()
+        told = complaint(run("ls", "--address", f"127.0.0.1:{port}"))
+        other.stop(None).wait()
+    assert f"what answers at 127.0.0.1:{port} is no pion-grpc server" in told
 
 
 @pytest.mark.parametrize("flags", [["--timeout", "soon"], ["--kv-heads", "few"]])

@@ -99,6 +99,8 @@ def test_a_disk_that_others_fill_to_the_last_byte_stays_readable(
         assert len(os.listdir(server.directory / "segments")) == 2
     server.stop()
     assert not [entry for entry in server.log if entry["level"] == "error"]
+    told = [entry["problem"] for entry in server.log if entry["event"] == "housekeeping failed"]
+    assert len(told) == len(set(told)), "a full disk is not told of each second"
 
 
 def test_a_disk_that_others_fill_does_not_keep_what_is_dropped(
@@ -118,7 +120,9 @@ def test_a_disk_that_others_fill_does_not_keep_what_is_dropped(
         )
         for step, drop in enumerate(drops):
             fill(small_disk / f"others-{step}")
-            assert refused(lambda: wire.store(Sample("full/more", 500, LAYOUT))).reason == "DISK_FULL"
+            assert (
+                refused(lambda: wire.store(Sample("full/more", 500, LAYOUT))).reason == "DISK_FULL"
+            )
             drop()
         assert wire.names() == ["full/2"]
         assert not keys.exists("value")

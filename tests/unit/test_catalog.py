@@ -1,5 +1,9 @@
 """The catalogue: refuses what is not its own, and counts what it names."""
 
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -181,6 +185,31 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotStart, match=r"cannot open.* see who may read and write it"):
         Catalog(tmp_path / "absent" / "catalog.db")
 
+
+def test_a_catalogue_that_may_only_be_read_is_refused(path: Path) -> None:
+    catalog = Catalog(path)
+    insert(catalog, "p")
+    catalog.close()
+    path.chmod(0o400)
+    as_others = []
+    if os.geteuid() == 0:  # who may write everything
+        if shutil.which("setpriv") is None:
+            pytest.skip("root without setpriv cannot be anybody else")
+        as_others = ["setpriv", "--bounding-set=-dac_override"]
+    command = [*as_others, sys.executable, "-c", _OPENS, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"{path} may only be read: see who may write it\n"
+
+
+_OPENS = """
+import pathlib, sys
+from pion_grpc.errors import CannotStart
+from pion_grpc.storage.catalog import Catalog
+try:
+    Catalog(pathlib.Path(sys.argv[1]))
+except CannotStart as error:
+    print(error)
+"""
 
 # -- older and newer ones
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pion_grpc.errors import CannotStart
+from pion_grpc.errors import CannotStart, DiskFull
 from pion_grpc.storage import directory as directory_module
 from pion_grpc.storage.directory import DataDirectory, boot_id, file_system_type
 
@@ -26,6 +26,15 @@ def test_every_process_has_a_name_of_its_own(tmp_path: Path) -> None:
     one.close()
     two.close()
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_counters_that_cannot_be_written_are_told_in_words_of_the_domain(tmp_path: Path) -> None:
+    directory = DataDirectory(tmp_path / "data")
+    directory.run.rename(tmp_path / "gone")  # a full disk is another reason
+    for note in (lambda: directory.publish("1"), directory.note_reset):
+        with pytest.raises(DiskFull, match="what was counted cannot be written"):
+            note()
+    directory.let_go()
 
 
 def test_a_dead_process_is_found_once_its_lock_is_free(tmp_path: Path) -> None:
