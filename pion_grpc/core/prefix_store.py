@@ -160,6 +160,7 @@ class PrefixStore:
             LayoutDiffers: it exists with another layout.
             InvalidRequest: a name or a number is out of range.
             OverBudget: the catalogue has reached the budget.
+            OverQuota: the table does not fit into what the tenant may have.
         """
         check_namespace(namespace)
         check_prefill(prefill_ms)
@@ -167,7 +168,8 @@ class PrefixStore:
             check_model_id(model_id)
         if not layout.tensors:
             raise InvalidRequest("layout", "required")
-        self.space.check_declared(len(table.hashes) if table is not None else 0)
+        table_bytes = len(table.hashes) if table is not None else 0
+        self.space.check_declared(table_bytes)
         with self._catalog.write() as transaction:
             row = transaction.by_name(tenant, namespace)
             if (
@@ -192,8 +194,12 @@ class PrefixStore:
                 MatchIndex(transaction).set_block_table(
                     row.id, BlockTableRow(table.block_tokens, table.hashes)
                 )
+                self.space.keep_quota(transaction, tenant, table_bytes, row.id)
             transaction.update(row.id, prefill_ms=prefill_ms)
-            return prefix_info(transaction, row._replace(prefill_ms=prefill_ms))
+            info = prefix_info(transaction, row._replace(prefill_ms=prefill_ms))
+        if table is not None:
+            self.space.sweep()
+        return info
 
     def lookup(
         self, tenant: str, queries: list[LookupQuery], lease_ms: int = 0

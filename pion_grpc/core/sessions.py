@@ -88,10 +88,12 @@ class Sessions:
             InvalidRequest: a name or a number is out of range.
             LayoutDiffers: a session of the namespace's own name is its K side, and declared otherwise.
             OverBudget: the catalogue has reached the budget.
+            OverQuota: the table does not fit into what the tenant may have.
         """
         check_namespace(namespace)
         check_prefill(prefill_ms)
-        self._workshop.space.check_declared(len(table.hashes) if table is not None else 0)
+        space, table_bytes = self._workshop.space, len(table.hashes) if table is not None else 0
+        space.check_declared(table_bytes)
         with self._catalog.write() as transaction:
             row = self._found_or_new(transaction, tenant, namespace)
             existing = _sides(transaction, row)
@@ -106,8 +108,11 @@ class Sessions:
                 MatchIndex(transaction).set_block_table(
                     row.id, BlockTableRow(table.block_tokens, table.hashes)
                 )
+                space.keep_quota(transaction, tenant, table_bytes, row.id)
                 Sides(transaction).count_records(1)
             transaction.update(row.id, prefill_ms=prefill_ms)
+        if table is not None:
+            space.sweep()
 
     def create(self, tenant: str, sid: str, declaration: Declaration, *, exactly: bool) -> int:
         """Declares one session and returns its number; one that exists stays as it is.

@@ -112,29 +112,50 @@ class Space:
         overhead = self._overhead_bytes() + growth + grown_bytes
         if needed + overhead > self.budget_bytes:
             raise self._over_budget(needed)
-        quota = self.tenant_budget_bytes
 
         def too_much() -> bool:
             left_free = max(0, growth - transaction.free_bytes())
             return Accounts(transaction).stored_bytes() + overhead + left_free > self.budget_bytes
 
-        def too_much_of_tenant() -> bool:
-            return bool(quota) and Accounts(transaction).usage(tenant) > quota
-
         evicted: list[str] = []
-        if too_much() or too_much_of_tenant():
+        if too_much():
             self.uses.gather(transaction)
         while too_much():
             if not self._give_way(transaction, None, evicted):
                 raise self._over_budget(needed)
-        while too_much_of_tenant():
-            if needed > quota or not self._give_way(transaction, tenant, evicted):
+        self.keep_quota(transaction, tenant, needed)
+        self.losses.evicted(evicted)  # not before: what is refused evicts nothing
+
+    def keep_quota(
+        self, transaction: Transaction, tenant: str, needed: int, prefix: int = 0
+    ) -> None:
+        """Evicts what is the tenant's until its quota holds; call it after all of it was counted.
+
+        `prefix`, if it is one, is not evicted for itself.
+
+        Raises:
+            OverQuota: it cannot hold.
+        """
+        quota = self.tenant_budget_bytes
+
+        def too_much() -> bool:
+            return bool(quota) and Accounts(transaction).usage(tenant) > quota
+
+        evicted: list[str] = []
+        if too_much():
+            self.uses.gather(transaction)
+        while too_much():
+            if (
+                needed > quota
+                or not self._give_way(transaction, tenant, evicted)
+                or (prefix and transaction.by_id(prefix) is None)
+            ):
                 raise OverQuota(
                     f"{needed} bytes do not fit into the tenant's {quota}",
                     needed_bytes=needed,
                     budget_bytes=quota,
                 )
-        self.losses.evicted(evicted)  # not before: what is refused evicts nothing
+        self.losses.evicted(evicted)
 
     def has_room(
         self, transaction: Transaction, tenant: str, needed: int, grown_bytes: int = 0

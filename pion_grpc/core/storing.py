@@ -14,7 +14,6 @@ from pion_grpc.core.indexing import enter_index
 from pion_grpc.core.order import PartOrder, RowOrder
 from pion_grpc.core.reading import chain_parts, parts_of
 from pion_grpc.core.values import (
-    BlockTable,
     Durability,
     Stored,
     StoreHeader,
@@ -141,13 +140,13 @@ class PrefixUpload:
                 f"the parent of {header.namespace!r} was found damaged meanwhile; store it whole",
                 namespace=header.namespace,
             )
-        table = header.table
         existing = transaction.by_name(row.tenant, row.namespace)
         if existing is not None:
             if existing.state == "registered":
                 if not header.replace:
                     _check_registered(existing, header)
-                table = table or _table(transaction, existing.id)
+                if header.table is None:
+                    _inherit_table(transaction, existing.id, row.id)
             elif not header.replace:
                 stored = compare(transaction, existing, header, concurrent=True)
                 transaction.delete(row.id)
@@ -157,10 +156,6 @@ class PrefixUpload:
         boot = None if on_disk else self._workshop.boot
         segment = SegmentFile(self._file, self._segment.file_bytes, header.token_ids, boot)
         generation = name_segment(transaction, row, segment)
-        if table is not None:
-            MatchIndex(transaction).set_block_table(
-                row.id, BlockTableRow(table.block_tokens, table.hashes)
-            )
         return Stored(
             row.namespace,
             already_stored=False,
@@ -273,6 +268,11 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> PrefixU
                 durability=header.durability.value,
             )
         )
+        table = header.table
+        if table is not None:
+            MatchIndex(transaction).set_block_table(
+                prefix, BlockTableRow(table.block_tokens, table.hashes)
+            )
         workshop.space.make_room(transaction, tenant, segment.file_bytes, header.token_count)
     workshop.space.sweep()
     name = f"segments/{workshop.directory.instance}-{prefix}.safetensors"
@@ -417,6 +417,7 @@ def _parent(
     return ancestor, header.base
 
 
-def _table(transaction: Transaction, prefix: int) -> BlockTable | None:
-    row = MatchIndex(transaction).block_table(prefix)
-    return BlockTable(row.block_tokens, bytes(row.hashes)) if row else None
+def _inherit_table(transaction: Transaction, declared: int, stored: int) -> None:
+    table = MatchIndex(transaction).block_table(declared)
+    if table is not None:
+        MatchIndex(transaction).set_block_table(stored, table)

@@ -32,6 +32,31 @@ CREATE TRIGGER garbage_removed AFTER DELETE ON garbage BEGIN
 END;
 """
 
+ROW_BYTES = 64
+"""What a row costs beside its values, about."""
+
+
+def counted(table: str, size: str, tenant: str, *, updated: str = "") -> str:
+    """Returns the triggers that keep the count of what tenants keep in one table of the database.
+
+    In `size` and `tenant`, ROW stands for the row that comes, goes or changes.
+    """
+
+    def change(name: str, event: str, row: str, difference: str) -> str:
+        of = tenant.replace("ROW", row)
+        return (
+            f"CREATE TRIGGER {table}_{name} AFTER {event} ON {table} WHEN {of} != '' BEGIN\n"
+            f"  INSERT INTO usage VALUES ('#keys:' || {of}, {difference})\n"
+            f"    ON CONFLICT DO UPDATE SET bytes = bytes + {difference};\n"
+            "END;\n"
+        )
+
+    new, old = (f"({size.replace('ROW', row)} + {ROW_BYTES})" for row in ("NEW", "OLD"))
+    triggers = change("kept", "INSERT", "NEW", new) + change("gone", "DELETE", "OLD", f"-{old}")
+    if updated:
+        triggers += change("resized", f"UPDATE OF {updated}", "NEW", f"{new} - {old}")
+    return triggers
+
 
 class Accounts:
     """The tables of reservations, garbage and usage within one transaction."""

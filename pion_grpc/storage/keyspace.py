@@ -15,6 +15,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pion_grpc.storage.accounts import ROW_BYTES, counted
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.transaction import Transaction
 
@@ -50,41 +51,19 @@ CREATE INDEX sorted_score ON sorted_member (key, score, member);
 
 REMOVED_AT_ONCE = 500
 """Keys that one statement removes."""
-_ROW_BYTES = 64
-"""What a row costs beside its values, about."""
-
-
-def _counted(table: str, size: str, tenant: str, *, updated: str = "") -> str:
-    """Returns the triggers that keep the count of what tenants keep in one table."""
-
-    def change(name: str, event: str, row: str, difference: str) -> str:
-        of = tenant.replace("ROW", row)
-        return (
-            f"CREATE TRIGGER {table}_{name} AFTER {event} ON {table} WHEN {of} != '' BEGIN\n"
-            f"  INSERT INTO usage VALUES ('#keys:' || {of}, {difference})\n"
-            f"    ON CONFLICT DO UPDATE SET bytes = bytes + {difference};\n"
-            "END;\n"
-        )
-
-    new, old = (f"({size.replace('ROW', row)} + {_ROW_BYTES})" for row in ("NEW", "OLD"))
-    triggers = change("kept", "INSERT", "NEW", new) + change("gone", "DELETE", "OLD", f"-{old}")
-    if updated:
-        triggers += change("resized", f"UPDATE OF {updated}", "NEW", f"{new} - {old}")
-    return triggers
-
 
 _OWNER = "(SELECT tenant FROM key WHERE id = ROW.key)"
 SCHEMA += (
-    _counted(
+    counted(
         "key",
         "length(ROW.name) + coalesce(length(ROW.string), 0)",
         "ROW.tenant",
         updated="name, string",
     )
-    + _counted("hash_field", "length(ROW.field) + length(ROW.value)", _OWNER, updated="value")
-    + _counted("list_item", "length(ROW.value)", _OWNER, updated="value")
-    + _counted("set_member", "length(ROW.member)", _OWNER)
-    + _counted("sorted_member", "length(ROW.member)", _OWNER)
+    + counted("hash_field", "length(ROW.field) + length(ROW.value)", _OWNER, updated="value")
+    + counted("list_item", "length(ROW.value)", _OWNER, updated="value")
+    + counted("set_member", "length(ROW.member)", _OWNER)
+    + counted("sorted_member", "length(ROW.member)", _OWNER)
 )
 
 
@@ -179,7 +158,7 @@ class KeyTable:
             return len(key.string or b"")
         size = " + ".join(f"length({column})" for column in _BYTES[key.kind])
         rows = self._all(
-            f"SELECT coalesce(sum({size} + {_ROW_BYTES}), 0) FROM {_ITEMS[key.kind]} WHERE key = ?",
+            f"SELECT coalesce(sum({size} + {ROW_BYTES}), 0) FROM {_ITEMS[key.kind]} WHERE key = ?",
             (key.id,),
         )
         return int(rows[0][0])

@@ -7,6 +7,7 @@ one decision: an entry only finds; whoever asks compares the token ids, which ar
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from pion_grpc.storage.accounts import counted
 from pion_grpc.storage.transaction import PrefixRow, Transaction
 
 EQUALS_MAX = 64
@@ -24,6 +25,12 @@ CREATE TABLE block_table (
   prefix INTEGER PRIMARY KEY REFERENCES prefix (id), block_tokens INTEGER NOT NULL, hashes BLOB NOT NULL
 );
 """
+SCHEMA += counted(
+    "block_table",
+    "length(ROW.hashes)",
+    "(SELECT tenant FROM prefix WHERE id = ROW.prefix)",
+    updated="hashes",
+)
 
 
 class BlockTableRow(NamedTuple):
@@ -121,5 +128,7 @@ class MatchIndex:
     def set_block_table(self, prefix: int, table: BlockTableRow) -> None:
         """Sets the caller's hashes of a prefix."""
         self._transaction.run(
-            "INSERT OR REPLACE INTO block_table VALUES (?, ?, ?)", (prefix, *table)
+            "INSERT INTO block_table VALUES (?, ?, ?) ON CONFLICT DO UPDATE"
+            " SET block_tokens = excluded.block_tokens, hashes = excluded.hashes",
+            (prefix, *table),
         )

@@ -11,10 +11,12 @@ import grpc
 import pytest
 
 from pion_grpc.resp.commands.table import COMMANDS
+from pion_wire.messages import layout_to_message
 from pion_wire.v1 import prefix_store_pb2 as pb
-from pion_wire.v1 import ssm_state_pb2
+from pion_wire.v1 import ssm_state_pb2, types_pb2
 from tests.conftest import ServerProcess
 from tests.resp.wire import Refused, Wire, fields
+from tests.server.wire import Sample, refused
 from tests.server.wire import Wire as Grpc
 
 NOT_ALLOWED = Refused("NOPERM this command is not allowed for tenant connections")
@@ -336,5 +338,40 @@ def test_quotas_count_everything_a_tenant_keeps(start_server: Callable[..., Serv
     blue("KV.PREFIX.REGISTER", "ns", 64, "fp16")
     assert blue("V.STOREBATCH", "ns_pk", 0, 0, 20_000, bytes(20_000 * 128), "FMT", "F16") == "OK"
     assert blue("SSM.PREFIX.FETCH", "s", 0) is None, "what was not used for longest goes"
+    blue.close()
+    red.close()
+
+
+def test_quotas_count_tables_of_hashes(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server(
+        "--resp", "127.0.0.1:0", "--tenant", "blue=azure", "--tenant", "red=crimson",
+        "--tenant-budget", "4MiB", PION_PASSWORD="secret",
+    )  # fmt: skip
+    blue, red = (Wire(server.ready["resp"]) for _ in range(2))
+    blue("AUTH", *USERS["blue"])
+    red("AUTH", *USERS["red"])
+    count = 1 << 17
+    table = ("BLOCKS", 64, count, bytes(8 * count))  # 1 MiB
+
+    def declare(wire: Wire, name: str) -> Any:
+        return wire("KV.PREFIX.REGISTER", name, 64, "fp16", *table)
+
+    assert blue("KV.PREFIX.REGISTER", "rows", 64, "fp16") == "OK"
+    assert blue("V.STOREBATCH", "rows_pk", 0, 0, 20_000, bytes(20_000 * 128), "FMT", "F16") == "OK"
+    assert [declare(blue, "again") for _ in range(6)] == ["OK"] * 6, "what was replaced counts"
+    assert fields(blue("V.INFO"))["total_tokens"] == "20000"
+    assert [declare(blue, f"t{number}") for number in range(2)] == ["OK"] * 2
+    assert fields(blue("V.INFO"))["total_tokens"] == "0", "what was not used for longest goes"
+    assert declare(blue, "t2").text.startswith("OOM "), "tables are not counted"
+    sample = Sample("grpc", 1)
+    hashes = types_pb2.BlockTable(block_tokens=64, hashes=bytes(8 * count))
+    with Grpc(server.address, tenant="blue", password="azure") as rpc:
+        layout = layout_to_message(sample.layout)
+        said = refused(lambda: rpc.call("Register", namespace="grpc", layout=layout, table=hashes))
+        assert (said.reason, said.metadata["needed_bytes"]) == ("QUOTA", str(8 * count))
+        assert refused(lambda: rpc.store(sample, table=hashes)).reason == "QUOTA"
+    assert declare(red, "t") == "OK"
+    assert blue("KV.PREFIX.DROP", "t0") > 0
+    assert declare(blue, "t2") == "OK", "what is gone is counted"
     blue.close()
     red.close()

@@ -58,7 +58,7 @@ const (
 type PrefixStoreClient interface {
 	// Declares layout, table and prefill time of a prefix before there are rows. Idempotent: on an
 	// existing prefix of the same layout it replaces table and prefill time only.
-	// Errors: INVALID, LAYOUT, BUDGET, DISK_FULL.
+	// Errors: INVALID, LAYOUT, BUDGET, QUOTA, DISK_FULL.
 	Register(ctx context.Context, in *PrefixStoreRegisterRequest, opts ...grpc.CallOption) (*PrefixStoreRegisterResponse, error)
 	// Says what is stored under names, and whether it is what the caller expects. Counts a hit or a miss.
 	// Errors: INVALID.
@@ -348,7 +348,7 @@ func (c *prefixStoreClient) Describe(ctx context.Context, in *PrefixStoreDescrib
 type PrefixStoreServer interface {
 	// Declares layout, table and prefill time of a prefix before there are rows. Idempotent: on an
 	// existing prefix of the same layout it replaces table and prefill time only.
-	// Errors: INVALID, LAYOUT, BUDGET, DISK_FULL.
+	// Errors: INVALID, LAYOUT, BUDGET, QUOTA, DISK_FULL.
 	Register(context.Context, *PrefixStoreRegisterRequest) (*PrefixStoreRegisterResponse, error)
 	// Says what is stored under names, and whether it is what the caller expects. Counts a hit or a miss.
 	// Errors: INVALID.

@@ -156,7 +156,7 @@ class PrefixStoreServicer(object):
     def Register(self, request, context):
         """Declares layout, table and prefill time of a prefix before there are rows. Idempotent: on an
         existing prefix of the same layout it replaces table and prefill time only.
-        Errors: INVALID, LAYOUT, BUDGET, DISK_FULL.
+        Errors: INVALID, LAYOUT, BUDGET, QUOTA, DISK_FULL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,7 @@ class PrefixStoreStub:
     Register: _grpc.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreRegisterRequest, _prefix_store_pb2.PrefixStoreRegisterResponse]
     """Declares layout, table and prefill time of a prefix before there are rows. Idempotent: on an
     existing prefix of the same layout it replaces table and prefill time only.
-    Errors: INVALID, LAYOUT, BUDGET, DISK_FULL.
+    Errors: INVALID, LAYOUT, BUDGET, QUOTA, DISK_FULL.
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreLookupRequest, _prefix_store_pb2.PrefixStoreLookupResponse]
     """Says what is stored under names, and whether it is what the caller expects. Counts a hit or a miss.
@@ -138,7 +138,7 @@ class PrefixStoreAsyncStub(PrefixStoreStub):
     Register: _aio.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreRegisterRequest, _prefix_store_pb2.PrefixStoreRegisterResponse]  # type: ignore[assignment]
     """Declares layout, table and prefill time of a prefix before there are rows. Idempotent: on an
     existing prefix of the same layout it replaces table and prefill time only.
-    Errors: INVALID, LAYOUT, BUDGET, DISK_FULL.
+    Errors: INVALID, LAYOUT, BUDGET, QUOTA, DISK_FULL.
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_prefix_store_pb2.PrefixStoreLookupRequest, _prefix_store_pb2.PrefixStoreLookupResponse]  # type: ignore[assignment]
     """Says what is stored under names, and whether it is what the caller expects. Counts a hit or a miss.
@@ -231,7 +231,7 @@ class PrefixStoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_prefix_store_pb2.PrefixStoreRegisterResponse, _abc.Awaitable[_prefix_store_pb2.PrefixStoreRegisterResponse]]:
         """Declares layout, table and prefill time of a prefix before there are rows. Idempotent: on an
         existing prefix of the same layout it replaces table and prefill time only.
-        Errors: INVALID, LAYOUT, BUDGET, DISK_FULL.
+        Errors: INVALID, LAYOUT, BUDGET, QUOTA, DISK_FULL.
         """
 
     @_abc_1.abstractmethod
