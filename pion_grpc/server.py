@@ -45,7 +45,7 @@ from pion_grpc.rpc.tls import Certificates
 from pion_grpc.rpc.unimplemented import UnimplementedService
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.transaction import unix_ms
-from pion_grpc.worker import Worker, supervise
+from pion_grpc.supervisor import Worker, supervise
 from pion_wire.certificates import CertificateFiles
 from pion_wire.v1 import attend_pb2, prefix_store_pb2, ssm_state_pb2, stats_pb2
 
