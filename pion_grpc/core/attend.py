@@ -294,7 +294,7 @@ class Attend:
                 self._entries.move_to_end(key)
                 return entry.resident
             record = self._cold.get(key)
-        check_key(key)  # of an entry it has been
+        check_key(key)  # that of an entry was checked when it was made
         if record is None:
             raise Missing(
                 f"layer {key.layer} of {key.session!r} is unknown: make it resident",

@@ -72,7 +72,7 @@ class Exports:
             check: reads every page; what it raises is raised.
         """
         exported = ExportedFile(file, status.st_dev, status.st_ino, status.st_size, data_offset)
-        # Whoever writes can set the time of the last write, but not that of the last change.
+        # Who changes a file can set its mtime back, but not its ctime.
         state = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         with self._lock:
             if self._checked.get(file) == state:

@@ -30,9 +30,12 @@ class Totals(NamedTuple):
 
 
 def begin_if_alone(workshop: Workshop) -> bool:
-    """Forgets what lasts as long as a server, if no process of one is here; says whether so.
+    """Forgets what lasts as long as a server, if no other process serves the directory.
 
-    On a full disk it stays: ways back that nobody knows of, counts that go on, and prefill times.
+    That is row snapshots, what sides are counted since the start, receipts of processes that are gone,
+    and prefill times. On a full disk all of it stays, which does no harm.
+
+    Returns whether a server begins with this process.
     """
     with contextlib.suppress(DiskFull), workshop.catalog.write() as transaction:
         # In here: who is there has its lock, and who comes later writes nothing before this ends.

@@ -116,7 +116,7 @@ class PrefixStore:
             Recovery(directory, self._catalog, self.space, boot),
             boot,
         )
-        """What the other halves of the core work with."""
+        """The parts of the store, for the other modules of the core."""
         self.blobs = BlobStore(self.workshop)
         self.receipt = SharedReceipt(directory, self._catalog, self.ledger)
         """What all processes on the directory did together."""

@@ -54,7 +54,7 @@ def summed(receipts: Iterable[Receipt]) -> Receipt:
 def leave_behind(transaction: Transaction, published: str, since_unix_ms: int) -> None:
     """Adds what a process that is gone had published to the receipt of those before it.
 
-    If it counts from then on: what was counted before a reset does not count any more.
+    Unless it began to count before the last reset (`since_unix_ms`): that does not count any more.
     """
     try:
         receipt = Receipt(*json.loads(published))

@@ -55,7 +55,7 @@ class Space:
         self.tenant_budget_bytes = tenant_budget_bytes
         self._lock = threading.Lock()
         self.uses = Uses(directory, catalog)
-        """What goes first, it goes by these."""
+        """What was used when: eviction chooses by it."""
         self.losses = Losses()
         """What has gone, for the log."""
         self._foreign_bytes = 0
@@ -170,7 +170,10 @@ class Space:
         )
 
     def _give_way(self, transaction: Transaction, tenant: str | None, evicted: list[str]) -> bool:
-        """Removes what may go first: a copy, else the prefix or session of states used longest ago."""
+        """Evicts one: a copy if there is any, else the least recently used prefix or session of states.
+
+        Returns whether there was one to evict.
+        """
         if Copies(transaction).remove_least_used(tenant):
             return True
         prefix = transaction.victim(unix_ms(), tenant)

@@ -152,6 +152,7 @@ class Lobby:
     """Calls whose request has not arrived yet. Each holds a thread: in a crowd nobody may wait long."""
 
     def __init__(self, stall_ms: int, crowd: int) -> None:
+        """Lets calls wait for `stall_ms` (0: for ever), of `crowd` or more only for `CROWD_WAIT_S`."""
         self._stall_s = stall_ms / 1_000 or float("inf")
         self._crowd = crowd
         self._lock = threading.Lock()

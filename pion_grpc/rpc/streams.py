@@ -79,10 +79,11 @@ def row_chunks(messages: Iterator[bytes], *, parts: bool = False) -> Iterator[Ro
 def byte_chunks(
     messages: Iterator[bytes], take_header: Callable[[bytes], None] | None = None
 ) -> Iterator[PartChunk]:
-    """Yields the chunks of a stream of bytes; hands further headers over, if there may be some.
+    """Yields the chunks of a stream of bytes; raises as `row_chunks` does.
 
-    Raises:
-        InvalidRequest: likewise.
+    Args:
+        messages: of the stream, its first header excepted.
+        take_header: is given each further header; None: there must be none.
     """
     for chunk in _chunks(messages, parse_bytes_message, take_header):
         assert isinstance(chunk, PartChunk)
