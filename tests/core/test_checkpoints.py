@@ -76,7 +76,7 @@ def assert_exported(store: PrefixStore, name: str, boundary: int, *files: str) -
     export = store.export(TENANT, query, 0)
     with store.workshop.catalog.read() as transaction:
         rows = {prefix: transaction.by_name(TENANT, prefix) for prefix in files}
-    assert [e.file_name for e in export.extents] == [
+    assert [extent.file.file_name for extent in export.extents] == [
         row.file if row else "" for row in rows.values()
     ]
     at = 0
