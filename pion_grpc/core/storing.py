@@ -216,39 +216,21 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> PrefixU
         InvalidRequest: the parent's tokens, or its depth, do not fit.
         OverBudget, OverQuota, DiskFull: there is no room.
     """
-    fidelity = header.layout.fidelity
     if not header.namespace:
-        root = root_hash(tenant, header.model_id, fidelity)
+        root = root_hash(tenant, header.model_id, header.layout.fidelity)
         name = derived_namespace(root, header.token_ids)
         header = dataclasses.replace(header, namespace=name)
     for name in filter(None, (header.namespace, header.parent)):
         workshop.recovery.make_sound(tenant, name)
-    with workshop.catalog.read() as transaction:
-        existing = transaction.by_name(tenant, header.namespace)
-        known = None
-        if existing is not None and existing.state != "registered" and not header.replace:
-            known = compare(transaction, existing, header, concurrent=False)
+    known = _known(workshop, tenant, header)
     if known is not None:
         return durable(workshop, tenant, known, header.durability)
     with workshop.catalog.write() as transaction:
         existing = transaction.by_name(tenant, header.namespace)
         if existing is not None and existing.state == "registered" and not header.replace:
             _check_registered(existing, header)
-        parent, base = _parent(transaction, tenant, header)
-        if parent is not None:
-            _check_parts(transaction.chain(parent), header, base)
-        segment = SegmentLayout(
-            layout=header.layout,
-            row_counts=(header.token_count - base,) * len(header.layout.tensors),
-            token_count=header.token_count,
-            model_id=header.model_id,
-            base=base,
-            parent=parent.namespace if parent else "",
-            parts=header.parts,
-            namespace=header.namespace,
-        )
-        if segment.data_offset > HEADER_BYTES_MAX:
-            raise InvalidRequest("parts", f"their descriptions exceed {HEADER_BYTES_MAX} bytes")
+        parent = _parent(transaction, tenant, header)
+        segment = _segment(header, parent)
         prefix = transaction.insert(
             NewPrefix(
                 tenant=tenant,
@@ -257,10 +239,10 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> PrefixU
                 visible=False,
                 owner=workshop.directory.instance,
                 model_id=header.model_id,
-                fidelity=fidelity,
+                fidelity=header.layout.fidelity,
                 layout=header.layout.to_json(),
                 token_count=header.token_count,
-                base=base,
+                base=header.base,
                 parent=parent.id if parent else None,
                 depth=parent.depth + 1 if parent else 0,
                 parts=json.dumps([list(part) for part in header.parts]),
@@ -279,9 +261,44 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> PrefixU
     return PrefixUpload(workshop, tenant, header, prefix, name, segment)
 
 
-def _check_parts(parents: list[PrefixRow], header: StoreHeader, base: int) -> None:
+def _known(workshop: Workshop, tenant: str, header: StoreHeader) -> Stored | None:
+    """Returns the acknowledgement of what is stored already; None if there is something to store.
+
+    Raises as `compare` does.
+    """
+    if header.replace:
+        return None
+    with workshop.catalog.read() as transaction:
+        existing = transaction.by_name(tenant, header.namespace)
+        if existing is None or existing.state == "registered":
+            return None
+        return compare(transaction, existing, header, concurrent=False)
+
+
+def _segment(header: StoreHeader, parent: PrefixRow | None) -> SegmentLayout:
+    """Returns where everything will lie in the file.
+
+    Raises:
+        InvalidRequest: what the parts are described with would exceed a header.
+    """
+    segment = SegmentLayout(
+        layout=header.layout,
+        row_counts=(header.token_count - header.base,) * len(header.layout.tensors),
+        token_count=header.token_count,
+        model_id=header.model_id,
+        base=header.base,
+        parent=parent.namespace if parent else "",
+        parts=header.parts,
+        namespace=header.namespace,
+    )
+    if segment.data_offset > HEADER_BYTES_MAX:
+        raise InvalidRequest("parts", f"their descriptions exceed {HEADER_BYTES_MAX} bytes")
+    return segment
+
+
+def _check_parts(parents: list[PrefixRow], header: StoreHeader) -> None:
     """Raises InvalidRequest if a prefix could not be described with the parts of its parents."""
-    inherited = chain_parts(parents, base)
+    inherited = chain_parts(parents, header.base)
     own = {(part.kind, part.slot, part.boundary_tokens) for part in header.parts}
     for part in inherited:
         if (part.kind, part.slot, part.boundary_tokens) in own:
@@ -374,12 +391,15 @@ def _check_registered(existing: PrefixRow, header: StoreHeader) -> None:
         raise OtherContent(f"{name!r} was registered for another model", namespace=name)
 
 
-def _parent(
-    transaction: Transaction, tenant: str, header: StoreHeader
-) -> tuple[PrefixRow | None, int]:
-    """Returns the prefix whose first rows are this one's, and how many."""
+def _parent(transaction: Transaction, tenant: str, header: StoreHeader) -> PrefixRow | None:
+    """Returns the prefix whose first `base` rows are this one's first; None if it has no parent.
+
+    Raises:
+        NotStored: there is none of that name and generation.
+        OtherContent, LayoutDiffers, InvalidRequest: this one cannot extend it.
+    """
     if not header.parent:
-        return None, 0
+        return None
     parent = transaction.by_name(tenant, header.parent)
     if parent is None or parent.state != "sealed":
         raise NotStored(f"the parent {header.parent!r} is not stored", namespace=header.parent)
@@ -414,7 +434,8 @@ def _parent(
             f"the chain would be deeper than {limits.CHAIN_DEPTH_MAX}: store this prefix whole",
             limit=limits.CHAIN_DEPTH_MAX,
         )
-    return ancestor, header.base
+    _check_parts(transaction.chain(ancestor), header)
+    return ancestor
 
 
 def _inherit_table(transaction: Transaction, declared: int, stored: int) -> None:
