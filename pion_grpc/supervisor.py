@@ -86,12 +86,15 @@ class _Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._told)
         try:
-            for index in range(self._config.workers):
-                if not self._start(index):
-                    raise CannotStart(f"worker {index} did not come up: its own words are above")
+            self._start_all()
         except BaseException:
             self._end()
             raise
+        if not self._stopping:  # else told to while they were starting
+            self._look_after_them()
+        return self._end()
+
+    def _look_after_them(self) -> None:
         _log.info("ready", **self._addresses(), pid=os.getpid(), version=__version__)
         while not self._stopping:
             event, index = self._events.get()
@@ -100,7 +103,6 @@ class _Supervisor:
                 time.sleep(RESTART_S)
                 if not self._stopping:
                     self._start(index)
-        return self._end()
 
     def _addresses(self) -> dict[str, Any]:
         config = self._config
@@ -109,6 +111,13 @@ class _Supervisor:
             shown["resp"] = str(bound_address(self._blocks[0].resp, config.resp_address))
         return shown | {"workers": config.workers, "data": str(config.data.resolve())}
 
+    def _start_all(self) -> None:
+        for index in range(self._config.workers):
+            if self._stopping:
+                return
+            if not self._start(index) and not self._stopping:
+                raise CannotStart(f"worker {index} did not come up: its own words are above")
+
     def _start(self, index: int) -> bool:
         """Starts one worker; returns when it serves, or False if it does not."""
         block = self._blocks[index] if self._blocks else None
@@ -116,7 +125,10 @@ class _Supervisor:
         reader, writer = os.pipe()
         inherited = [fd for fd in (sockets or []) if fd is not None] + [writer]
         process = subprocess.Popen(
-            [sys.executable, "-m", "pion_grpc.worker"], stdin=subprocess.PIPE, pass_fds=inherited
+            [sys.executable, "-m", "pion_grpc.worker"],
+            stdin=subprocess.PIPE,
+            pass_fds=inherited,
+            process_group=0,  # Ctrl-C is told to the parent, who tells them when they can take it
         )
         os.close(writer)
         assert process.stdin is not None
@@ -152,7 +164,7 @@ class _Supervisor:
         for address in (self._config.resp_address, self._config.grpc_address):
             if address and address.path:
                 Path(address.path).unlink(missing_ok=True)
-        return status
+        return max(status, 0)  # below: one had to go before it could take the signal
 
 
 def _reserved(address: Address) -> socket.socket | None:

@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CannotStart as error:
         print(f"FATAL: {error}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

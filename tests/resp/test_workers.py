@@ -8,6 +8,8 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from pion_wire.v1 import prefix_store_pb2 as pb
 from tests.conftest import ServerProcess
 from tests.resp.wire import Refused, Wire, fields
 from tests.server.wire import Wire as Grpc
+from tests.server.wire import eventually
 
 WORKERS = 4
 FEW = 2
@@ -329,6 +332,25 @@ def test_a_worker_that_cannot_start_says_why_and_nothing_else(
     assert f"worker 0: cannot listen on {address}" in said
     assert "Fatal Python error" not in said
     assert "Traceback" not in said
+
+
+def test_ctrl_c_while_workers_start_is_no_failure_of_theirs(short_tmp: Path) -> None:
+    command = [sys.executable, "-m", "pion_grpc", "serve", "--data", short_tmp, "--workers", "2"]
+    with subprocess.Popen(
+        [*command, "--listen", f"unix:{short_tmp}/socket"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        assert eventually(psutil.Process(server.pid).children)
+        os.killpg(server.pid, signal.SIGINT)  # as a terminal does it
+        said = server.stdout.read()
+    assert "attend is off" in said
+    assert "did not come up" not in said
+    assert "Traceback" not in said
+    assert server.returncode == 0
 
 
 def test_one_compute_device_does_not_get_two_owners(
