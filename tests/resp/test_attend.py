@@ -205,11 +205,12 @@ def test_no_query_is_answered_wrongly_on_either_lane(wire: Wire, lane: Lane, cas
             assert lane(FUSED, question.frame) == (OK, reply)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "mlx"])
+@pytest.mark.parametrize(("backend", "dtype"), [("numpy", "f32"), ("numpy", "f16"), ("mlx", "f32")])
 def test_the_four_lanes_do_not_differ_in_a_bit(
-    start_server: Callable[..., ServerProcess], backend: str
+    start_server: Callable[..., ServerProcess], backend: str, dtype: str
 ) -> None:
-    server = start_server("--resp", "127.0.0.1:0", "--attend", backend)
+    flags = ("--resp", "127.0.0.1:0", "--attend", backend, "--attend-dtype", dtype)
+    server = start_server(*flags)
     with contextlib.ExitStack() as stack:
         grpc_wire = stack.enter_context(AttendWire(server.address))
         wire, lane = Wire(server.ready["resp"]), Lane(server.ready["resp"])
