@@ -1,6 +1,7 @@
 """The layers and the imports allowed between them are read from the code itself."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,35 @@ def test_no_layer_imports_what_is_above_or_beside_it(package: str) -> None:
             # `from pion_grpc import __version__` names the attribute, not a module
             known = "pion_grpc" if name == "pion_grpc.__version__" else name
             assert known in allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("package", ["pion_grpc", "pion_wire"])
+def test_no_module_imports_itself_through_others(package: str) -> None:
+    """But for types, and in the command line, which imports what a command needs when it runs."""
+    base = ROOT if package == "pion_grpc" else ROOT / "clients/python"
+    paths = {
+        ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources(package)
+        if path.parts[-2] != "v1" and not path.is_relative_to(ROOT / "pion_grpc/cli")
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        tree = ast.parse(path.read_text())
+        for_types = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        named = {
+            module if (module := f"{node.module}.{alias.name}") in paths else node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module and node not in for_types
+            for alias in node.names
+        }
+        graph[name] = (named & paths.keys()) - {name}
+    assert any(graph.values())
+    graphlib.TopologicalSorter(graph).prepare()  # raises if there is a circle
 
 
 def test_only_the_command_line_imports_the_client() -> None:
