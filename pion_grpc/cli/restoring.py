@@ -1,6 +1,7 @@
 """`pion-grpc import SNAPSHOT --data DIR`: a data directory from a snapshot that KV.PREFIX.SAVE wrote."""
 
 import argparse
+import shlex
 
 from rich.console import Console
 
@@ -14,7 +15,7 @@ def restore(options: argparse.Namespace) -> int:
     value = {"file": str(options.file), "data": str(options.data)}
 
     def render(console: Console) -> None:
-        directory = printable(str(options.data))
+        directory = printable(shlex.quote(str(options.data)))
         console.print(f"restored; start a server on it with: pion-grpc serve --data {directory}")
 
     show(options, value, render)
