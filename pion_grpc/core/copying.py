@@ -85,9 +85,16 @@ class Copier:
             InvalidRequest: a value would have to be rounded.
             OverBudget, OverQuota, DiskFull: there is no room.
         """
+        path = None
+        while path is None:
+            path = self._copy(tenant, request)
+        return path
+
+    def _copy(self, tenant: str, request: CopyRequest) -> Path | None:
+        """Returns the path of a copy; None if one side was replaced before the other was open."""
         sids = request.k_sid, request.v_sid
-        made_of = _digest([self._fingerprint(tenant, sid) for sid in sids])
-        question = _digest([tenant, *request])
+        fingerprints = [self._fingerprint(tenant, sid) for sid in sids]
+        question, made_of = _digest([tenant, *request]), _digest(fingerprints)
         with self._workshop.catalog.read() as transaction:
             known = Copies(transaction).find(tenant, question, made_of)
         if known is not None and self._workshop.directory.resolve(known).exists():
@@ -101,6 +108,9 @@ class Copier:
             k.close()
             raise
         with readings[0].guarded(), readings[1].guarded():
+            versions = [fingerprint[:2] for fingerprint in fingerprints]
+            if [reading.version for reading in readings] != versions:
+                return None
             return self._make(tenant, request, (question, made_of), readings)
 
     def _fingerprint(self, tenant: str, sid: str) -> tuple[int, ...]:

@@ -23,6 +23,12 @@ class SessionReading:
         self._positions = {tensor.slot: position for position, tensor in enumerate(tensors)}
         self._tensors = tensors
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """Whose rows they are: the prefix, and its generation."""
+        prefix = self._reading.chain[-1]
+        return prefix.id, prefix.generation
+
     def row_count(self, layer: int) -> int:
         """Returns the rows that a layer has; 0 if it does not exist."""
         position = self._positions.get(layer)

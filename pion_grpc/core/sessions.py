@@ -260,7 +260,10 @@ class Sessions:
             return OwnTotals(totals.sides, totals.rows, self._fetched_rows[tenant])
 
     def fingerprint(self, tenant: str, sid: str) -> tuple[int, ...] | None:
-        """Returns numbers that change whenever rows of a session do; None if it does not exist."""
+        """Returns numbers that change whenever rows of a session do; None if it does not exist.
+
+        The first two are the `version` of who reads them: it stays when rows are appended.
+        """
         namespace, side = SessionName.of(sid)
         with self._catalog.read() as transaction:
             row = transaction.by_name(tenant, namespace)

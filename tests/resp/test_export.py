@@ -1,7 +1,7 @@
 """`V.EXPORT`: a file equals what a fetch would have brought, and there is never more than room for."""
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,10 @@ import pytest
 from safetensors import safe_open
 
 from pion_grpc.core.access import Access
+from pion_grpc.core.copying import Copier, CopyRequest
+from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.session_reading import SessionReading
+from pion_grpc.core.sessions import Sessions
 from tests.resp.conftest import Resp
 from tests.resp.wire import Refused, Wire
 
@@ -98,6 +102,37 @@ def test_the_same_question_finds_the_same_file_until_rows_change(wire: Wire) -> 
     assert export(wire, "stable") != newer
     assert wire("KV.PREFIX.DROP", "stable") == 1
     assert export(wire, "stable") == Refused("ERR session not found")
+
+
+class Restless(Sessions):
+    """Sessions of a store in which something happens once a first side has been opened."""
+
+    def __init__(self, store: PrefixStore, happens: Callable[[], None]) -> None:
+        super().__init__(store)
+        self._happens = happens
+
+    def open(
+        self, tenant: str, sid: str, layers: Sequence[int] = (), *, halves: bool = False
+    ) -> SessionReading | None:
+        reading = super().open(tenant, sid, layers, halves=halves)
+        happens, self._happens = self._happens, lambda: None
+        happens()
+        return reading
+
+
+def test_no_file_has_one_side_of_a_prefix_and_the_other_of_its_successor(
+    wire: Wire, resp: Resp
+) -> None:
+    def replace() -> None:
+        wire("KV.PREFIX.DROP", "torn")
+        stored(wire, "torn")
+
+    stored(wire, "torn")
+    copier = Copier(resp.store, Restless(resp.store, replace))
+    found = tensors(copier.copy("", CopyRequest("torn_pk", "torn_pv", 0, N, LAYERS, H, D)))
+    for side in "kv":
+        for layer, expected in enumerate(fetched(wire, f"torn_p{side}", 0, N)):
+            assert np.array_equal(found[f"{side}.{layer}"], expected)
 
 
 def test_a_file_that_somebody_removed_is_made_again(wire: Wire) -> None:
