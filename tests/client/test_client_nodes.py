@@ -87,7 +87,7 @@ def test_a_node_that_falls_silent_is_left_out(
         client.store("lost", layers=LAYERS, token_ids=lost, model=MODEL)
         assert client.match(model=MODEL, token_ids=lost).hit
         with silent.frozen():
-            assert not client.match(model=MODEL, token_ids=lost, timeout_s=40.0).hit
+            assert not client.match(model=MODEL, token_ids=lost, timeout_s=50.0).hit
             client.store("lost", layers=LAYERS, token_ids=lost, model=MODEL)
             assert client.match(model=MODEL, token_ids=lost).hit, "the other one stands in"
 
