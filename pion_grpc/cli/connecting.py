@@ -110,15 +110,19 @@ def one_node_asked(options: argparse.Namespace) -> str:
 def _advice(options: argparse.Namespace, error: errors.PionError) -> str:
     address: str = options.address
     if isinstance(error, errors.Unavailable) and error.from_transport:
+        problem = str(error).rpartition("last error: ")[2]
+        nobody = "refused" in problem or "No such file" in problem
         text = (
-            f"no server answers at {address}: {how_to_start(address)}name another with --address or "
-            "PION_ADDRESS"
+            f"no server answers at {address}{'' if nobody else f' ({printable(problem)})'}: "
+            f"{how_to_start(address)}name another with --address or PION_ADDRESS"
         )
         if tls(options) is not None:
             text += (
                 "; if one is running there, it may have no TLS, or one side does not accept the other's "
                 "certificate (--tls-ca, --tls-cert, --tls-key)"
             )
+        elif not nobody:
+            text += "; if one is running there, it may have TLS: --tls-ca (PION_TLS_CA)"
         return text
     if isinstance(error, errors.DeadlineExceeded):
         return f"the server at {address} did not answer in time: is it busy, or another program?"

@@ -12,6 +12,7 @@ import pytest
 
 from pion_client import Client
 from pion_grpc.cli.connecting import how_to_start
+from tests.authorities import Authority, serve_flags
 from tests.cli.conftest import Run, store
 
 
@@ -58,7 +59,18 @@ def test_what_is_not_there_or_not_right_is_named(
 
 def test_nobody_is_told_to_start_one_server_where_several_should_be(run: Run):
     told = complaint(run("ls", "--address", "127.0.0.1:1,127.0.0.1:2", "--timeout", "1"))
-    assert "no server answers at 127.0.0.1:1,127.0.0.1:2: name another" in told
+    assert "no server answers at 127.0.0.1:1,127.0.0.1:2" in told
+    assert "pion-grpc serve" not in told
+
+
+def test_who_forgets_tls_is_not_told_that_nobody_is_there_and_no_more(
+    run: Run, start_server, short_tmp: Path
+):
+    flags = serve_flags(Authority(short_tmp / "authority").server())
+    server = start_server(*flags, listen="127.0.0.1:0")
+    told = complaint(run("ls", "--address", server.address))
+    assert f"no server answers at {server.address} (" in told
+    assert "it may have TLS: --tls-ca" in told
 
 
 @pytest.mark.parametrize(
