@@ -29,16 +29,10 @@ from pion_grpc.resp.command import CLIENTS_MAX, RespSettings
 from pion_grpc.resp.server import RespServer
 from pion_grpc.resp.sockets import UNBOUND, bound, remove_dead_socket, why_not_bound
 from pion_grpc.rpc.attend import AttendService
+from pion_grpc.rpc.doorman import Credentials, Doorman, Lobby
+from pion_grpc.rpc.permits import StreamPermits
 from pion_grpc.rpc.prefix_store import PrefixStoreService
-from pion_grpc.rpc.service import (
-    LARGE_MESSAGES,
-    SMALL_MESSAGES,
-    Credentials,
-    Doorman,
-    Lobby,
-    Streams,
-    service_handler,
-)
+from pion_grpc.rpc.service import LARGE_MESSAGES, SMALL_MESSAGES, service_handler
 from pion_grpc.rpc.ssm_state import SSMStateService
 from pion_grpc.rpc.stats import StatsService
 from pion_grpc.rpc.tls import Certificates
@@ -121,7 +115,7 @@ class Server:
                 backend, self.store, config.resident_budget, window=config.fa_window
             )
         self._attending = AttendService(self.attend) if self.attend else None
-        self._streams = Streams(config.streams_max, config.stall_ms)
+        self._permits = StreamPermits(config.streams_max, config.stall_ms)
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         conversations_max = config.streams_max if self.attend else 0
@@ -244,7 +238,7 @@ class Server:
                 SERVICES[name],
                 implementation,
                 credentials,
-                self._streams,
+                self._permits,
                 LARGE_MESSAGES if name == "Attend" else SMALL_MESSAGES,
             )
             for name, implementation in implementations.items()
@@ -305,7 +299,7 @@ class Server:
                 self.store.tick()
                 if self.resp is not None:
                     self.resp.tick()
-                cut = self._streams.cut_stalled()
+                cut = self._permits.cut_stalled()
                 if cut:
                     _log.warning("streams cut off", count=cut, stall_ms=self._config.stall_ms)
                 if ticks % CLEAN_EVERY_TICKS == 0:

@@ -26,7 +26,7 @@ from pion_grpc.core.attend_values import (
 from pion_grpc.errors import InvalidRequest
 from pion_grpc.rpc.errors import CODES, problem_of
 from pion_grpc.rpc.service import Call, parsed
-from pion_grpc.rpc.streams import byte_chunks, fill, header_of
+from pion_grpc.rpc.uploads import byte_chunks, fill, header_of
 from pion_wire.v1 import attend_pb2 as pb
 
 _STATES = {

@@ -29,7 +29,7 @@ from pion_grpc.core.values import (
 )
 from pion_grpc.errors import InvalidRequest, NoBackend
 from pion_grpc.rpc.service import SMALL_MESSAGES, Call
-from pion_grpc.rpc.streams import durability_of, durability_value, fill, header_of, row_chunks
+from pion_grpc.rpc.uploads import durability_of, durability_value, fill, header_of, row_chunks
 from pion_wire import codecs, limits
 from pion_wire.framing import frame_header, frame_part, frame_rows
 from pion_wire.layout import LayoutError, Side

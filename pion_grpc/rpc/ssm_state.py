@@ -6,7 +6,7 @@ from pion_grpc.config import Config
 from pion_grpc.core.states import FoundState, RecurrentStates, StateInfo
 from pion_grpc.errors import InvalidRequest, NoBackend
 from pion_grpc.rpc.service import Call
-from pion_grpc.rpc.streams import (
+from pion_grpc.rpc.uploads import (
     byte_chunks,
     durability_of,
     durability_value,

@@ -6,7 +6,9 @@ from typing import Any, cast
 import grpc
 
 from pion_grpc.core.access import Access
-from pion_grpc.rpc.service import LARGE_MESSAGES, Call, Credentials, Streams, service_handler
+from pion_grpc.rpc.doorman import Credentials
+from pion_grpc.rpc.permits import StreamPermits
+from pion_grpc.rpc.service import LARGE_MESSAGES, Call, service_handler
 from pion_wire.v1 import attend_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Attend"]
@@ -34,7 +36,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = 1_000.0
-        self.streams = Streams(64, STALL_S * 1_000, lambda: self.now)
+        self.streams = StreamPermits(64, STALL_S * 1_000, lambda: self.now)
         self.cut: list[int] = []
         self.context = Context()
 
