@@ -528,6 +528,15 @@ def test_rows_of_a_generation_are_fetched_as_long_as_they_are_stored(client, ser
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-5)
 
 
+def test_rows_of_unknown_tokens_are_not_taken_for_none(client, served, model):
+    with begun(model, client), PionPromptCache(model, client=client, stage2=True) as second:
+        for slot, pair in enumerate(client.fetch("prefix", rows=(0, 1)).layers):
+            for side, row in zip("kv", pair, strict=True):
+                client.write_rows("prefix", slot=slot, side=side, first_row=len(IDS), rows=row)
+        with pytest.raises(NotStored):
+            second.rows_for("prefix", len(IDS) + 1)
+
+
 @pytest.mark.parametrize("attend", ["auto", "off"])
 def test_rows_fetched_by_name_do_not_outlive_what_the_name_means(start_server, model, attend):
     server = start_server("--attend", attend)

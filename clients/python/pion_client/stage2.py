@@ -119,7 +119,8 @@ class Stage2:
                     tries=1,
                 )
             ids = token_ids or (prefix.packed_token_ids if prefix else b"")
-            if prefix and not put_back(cache, prefix, ids, self._prefill.facts()):
+            known = len(ids) == 4 * token_count
+            if prefix and known and not put_back(cache, prefix, ids, self._prefill.facts()):
                 return self._keep(cache, namespace, ids)
         except Unanswered:
             pass
