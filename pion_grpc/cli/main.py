@@ -24,6 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for add in arguments.COMMANDS:
         add(commands)
     options = parser.parse_args(argv)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `pion-grpc ls | head`
+        _give_up_output()
+        return 1
+    except OSError as error:  # of what has no name, which is the output
+        _give_up_output()
+        return _told(f"the output cannot be written: {error.strerror or error}")
+
+
+def _run(options: argparse.Namespace) -> int:
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
@@ -31,23 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(options, "CANNOT_START", str(error))
     except CommandFailed as error:
         return _failed(options, error.reason, str(error))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `pion-grpc ls | head`
-        _give_up_output()
-        return 1
     except OSError as error:
-        problem = error.strerror or str(error)
-        if error.filename:
-            return _failed(options, "SYSTEM", f"{error.filename}: {problem}")
-        _give_up_output()  # which is what has no name
-        return _told(f"the output cannot be written: {problem}")
+        if not error.filename:
+            raise
+        return _failed(options, "SYSTEM", f"{error.filename}: {error.strerror}")
 
 
 def _failed(options: argparse.Namespace, reason: str, message: str) -> int:
     if getattr(options, "json", False) is not True:  # of `bench` it is a file
         return _told(message)
-    print(json.dumps({"error": {"reason": reason, "message": message}}, indent=2))
+    print(json.dumps({"error": {"reason": reason, "message": message}}, indent=2), flush=True)
     return 1
 
 

@@ -32,6 +32,7 @@ def complaint(ran) -> str:
         ("import none --data new", "none cannot be opened: No such file"),
         ("import text --data new", "text is not a snapshot of a store"),
         ("import text", "text is not what `pion-grpc export` wrote"),
+        ("import tensors", "nothing was stored: not a segment: it has no '__metadata__'"),
         ("import loop", "loop cannot be opened: Too many levels of symbolic links"),
         ("export name none/file", "none is not a directory"),
         ("ls --password-file none", "--password-file: none cannot be read: No such file"),
@@ -53,8 +54,9 @@ def test_what_is_not_there_or_not_right_is_named(
     Path("text").write_text("what a person wrote, and no program\n")
     Path("bytes").write_bytes(b"\xff\xfe")
     Path("loop").symlink_to("loop")
+    Path("tensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert said in complaint(run(*command.split()))
-    assert sorted(os.listdir()) == ["bytes", "loop", "text"]
+    assert sorted(os.listdir()) == ["bytes", "loop", "tensors", "text"]
 
 
 def test_nobody_is_told_to_start_one_server_where_several_should_be(run: Run):
@@ -119,6 +121,19 @@ def test_a_disk_that_is_full_of_output_is_no_traceback(server, flags: list[str])
         1,
         "pion-grpc: the output cannot be written: No space left on device\n",
     )
+
+
+def test_a_reader_that_leaves_before_an_error_causes_no_traceback(short_tmp: Path):
+    command = "ls", "--json", "--timeout", "0.1", "--address", f"unix:{short_tmp}/nobody"
+    with subprocess.Popen(
+        [sys.executable, "-m", "pion_grpc", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # as `head` does
+        assert process.stderr.read() == b""
 
 
 def test_the_catalogue_of_another_version_is_refused_by_every_command(run: Run, start_server):

@@ -190,8 +190,10 @@ def parse_header(text: bytes) -> SegmentLayout:
         canonical = segment.header[8:]
     except SegmentError:
         raise
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise SegmentError(f"not a segment: {error!r}") from error
+    except KeyError as error:
+        raise SegmentError(f"not a segment: it has no {error}") from error
+    except (ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise SegmentError(f"not a segment: {error}") from error
     if arrays != expected:
         raise SegmentError("the offsets of the arrays contradict the layout")
     if canonical != text:

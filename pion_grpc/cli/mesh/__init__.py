@@ -15,7 +15,7 @@ def add_mesh(commands: Commands) -> None:
     """`pion-grpc mesh`."""
     parser = commands.add_parser(
         "mesh",
-        help="make the configuration of a shelf of machines",
+        help="make certificates, proxy configurations and services for several machines",
         description="Makes what the nodes of a mesh need, from one file that names them.",
         allow_abbrev=False,
     )
