@@ -24,6 +24,8 @@ def test_no_other_server_is_asked(monkeypatch, address, host, port, meant):
 def test_without_any_word_it_is_this_host(monkeypatch):
     monkeypatch.delenv("PION_ADDRESS", raising=False)
     assert default_address() == "127.0.0.1:50051"
+    monkeypatch.setenv("PION_ADDRESS", "")  # what is empty is not set
+    assert default_address() == "127.0.0.1:50051"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 def default_address() -> str:
     """Returns PION_ADDRESS of the environment, else the port that a server takes on this host."""
-    return os.environ.get("PION_ADDRESS", DEFAULT_ADDRESS)
+    return os.environ.get("PION_ADDRESS") or DEFAULT_ADDRESS
 
 
 def address_of(address: str | None, host: str | None, port: int | None) -> str:
