@@ -154,7 +154,13 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_path(text: str) -> Path:
-    """Returns a path, a leading `~` being the user's home directory."""
+    """Returns a path, a leading `~` being the user's home directory.
+
+    Raises:
+        ValueError: it is empty, as a variable is that was not set; it would mean the working directory.
+    """
+    if not text:
+        raise ValueError("the path is empty")
     return Path(text).expanduser()
 
 

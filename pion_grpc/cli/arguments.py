@@ -164,7 +164,7 @@ def add_export(commands: Commands) -> None:
     )
     add_connection(parser)
     parser.add_argument("name", metavar="NAME", help="as `pion-grpc ls` shows it")
-    parser.add_argument("file", metavar="FILE", type=parse_path, help="the file to write")
+    parser.add_argument("file", metavar="FILE", type=_path, help="the file to write")
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
@@ -183,11 +183,11 @@ def add_import(commands: Commands) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        type=parse_path,
+        type=_path,
         help="written by `pion-grpc export` or KV.PREFIX.SAVE",
     )
     parser.add_argument(
-        "--data", metavar="DIR", type=parse_path, help="the data directory to restore a snapshot to"
+        "--data", metavar="DIR", type=_path, help="the data directory to restore a snapshot to"
     )
     parser.add_argument(
         "--namespace",
@@ -210,7 +210,7 @@ def add_verify(commands: Commands) -> None:
     parser.add_argument(
         "--data",
         metavar="DIR",
-        type=parse_path,
+        type=_path,
         default=os.environ.get("PION_DATA") or str(default_data()),
         help="the data directory (PION_DATA; default %(default)s)",
     )
@@ -231,7 +231,7 @@ def add_rebuild(commands: Commands) -> None:
     parser.add_argument(
         "--data",
         metavar="DIR",
-        type=parse_path,
+        type=_path,
         required=True,
         help="the data directory",
     )
@@ -288,7 +288,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--password-file",
         metavar="FILE",
-        type=parse_path,
+        type=_path,
         default=os.environ.get("PION_PASSWORD_FILE") or None,
         help="file with the password (PION_PASSWORD_FILE, or the password itself in PION_PASSWORD)",
     )
@@ -309,7 +309,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             flag,
             metavar="FILE",
-            type=parse_path,
+            type=_path,
             default=os.environ.get(variable) or None,
             help=text,
         )
@@ -359,6 +359,8 @@ def _named(parse: Any, name: str) -> Any:
 
     return convert
 
+
+_path = _named(parse_path, "path")
 
 COMMANDS = (
     add_serve,

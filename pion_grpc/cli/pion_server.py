@@ -100,6 +100,8 @@ def _password(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that the password is in; none without one."""
     if options.requirepass == "":  # a variable that was not set, rather than no protection wanted
         raise CannotStart("--requirepass: the password is empty")
+    if options.data == "":  # likewise
+        raise CannotStart("--data: the path is empty")
     if options.requirepass is not None:
         return {"password_text": options.requirepass}
     if options.requirepass_file is not None:

@@ -137,5 +137,5 @@ def remove_dead_socket(path: Path) -> None:
         return
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(str(path)) == 0:
-            raise CannotStart(f"another server listens on {path}")
+            raise CannotStart(f"another server listens on {path}: stop it, or choose another path")
     path.unlink()

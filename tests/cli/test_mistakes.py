@@ -99,6 +99,23 @@ def test_another_program_at_the_address_is_told_from_a_server(run: Run):
     assert f"what answers at 127.0.0.1:{port} is no pion-grpc server" in told
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve", "--data", ""),
+        ("serve", "--password-file", ""),
+        ("verify", "--data", ""),
+        ("rebuild", "--data", ""),
+        ("import", ""),
+        ("export", "name", ""),
+    ],
+)
+def test_a_path_that_is_empty_is_not_the_working_directory(run: Run, command: tuple[str, ...]):
+    ran = run(*command)
+    assert ran.status == 2
+    assert "the path is empty" in ran.err
+
+
 @pytest.mark.parametrize("flags", [["--timeout", "soon"], ["--kv-heads", "few"]])
 def test_a_number_that_is_none_is_not_spoken_of_in_words_of_python(run: Run, flags: list[str]):
     ran = run("doctor", *flags)

@@ -134,6 +134,7 @@ def test_nothing_acknowledged_is_lost_in_a_crash_and_the_log_says_so(
         (["--bind", "not-an-address"], "not-an-address"),
         (["--bind", "not an address"], "--bind"),
         (["--port", "70000"], "--port"),
+        (["--data", ""], "--data: the path is empty"),
         (["--data", "/dev/null"], "data directory /dev/null"),
         (["--data", "/dev/null/none"], "data directory /dev/null/none"),
         (["-w", "4"], "--independent-workers"),
