@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pion_grpc.core.declaration import Declaration
 from pion_grpc.core.gaps import written_rows
 from pion_grpc.core.indexing import keep_tokens
+from pion_grpc.core.opening import take_out_missing
 from pion_grpc.core.order import RowOrder
 from pion_grpc.core.reading import (
     CorruptPrefix,
@@ -332,12 +333,27 @@ class _Sealing(NamedTuple):
 def seal(workshop: Workshop, row: PrefixRow) -> bool:
     """Writes a live prefix as a segment; False if somebody was writing to it."""
     workshop.recovery.make_sound(row.tenant, row.namespace)
-    plan = _plan_segment(workshop, row.id)
-    if plan is None:
-        return False
-    workshop.space.sweep()
+    attempts = 0
+    while (plan := _plan_segment(workshop, row.id)) is not None:
+        workshop.space.sweep()
+        try:
+            return _carry_out(workshop, plan)
+        except FileNotFoundError as error:
+            attempts += 1
+            if attempts > 1:  # the first time a parent may have been sealed anew meanwhile
+                take_out_missing(workshop, plan.chain, plan.extents)
+                raise damaged(row.namespace) from error
+    return False
+
+
+def _carry_out(workshop: Workshop, plan: _Sealing) -> bool:
+    """Writes and publishes a segment; False if the rows have changed meanwhile.
+
+    Raises:
+        FileNotFoundError: a file of the plan is gone.
+    """
+    row, sealed = plan.row, False
     name = f"segments/{workshop.directory.instance}-{row.id}-{plan.reservation}.safetensors"
-    sealed = False
     try:
         _write_segment(workshop, plan, name)
         sync_prefixes(workshop, [link for link in plan.chain[:-1] if link.boot is not None])

@@ -84,7 +84,7 @@ def open_prefix(
             attempts += 1
             if attempts == 1:
                 continue  # evicted or saved meanwhile: look again
-            _take_out_missing(workshop, chain, extents)
+            take_out_missing(workshop, chain, extents)
             raise damaged(row.namespace) from error
         except CorruptPrefix as error:
             workshop.space.take_out(error)
@@ -158,7 +158,7 @@ def _find(transaction: Transaction, tenant: str, query: FetchQuery) -> PrefixRow
     return row
 
 
-def _take_out_missing(workshop: Workshop, chain: list[PrefixRow], extents: list[ExtentRow]) -> None:
+def take_out_missing(workshop: Workshop, chain: list[PrefixRow], extents: list[ExtentRow]) -> None:
     """Takes out the first prefix of a chain whose file is gone."""
     for row in chain:
         names = [row.file or ""]

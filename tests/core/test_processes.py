@@ -19,6 +19,7 @@ from pion_grpc.errors import Conflict, Corrupt, Evicted, NotStored
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import Extents
+from pion_grpc.storage.files import Files
 from pion_wire.layout import Side
 from tests.core.support import (
     SMALL,
@@ -474,3 +475,53 @@ def test_a_stream_that_is_given_up_leaves_no_file_open(machine: Machine) -> None
     fetch = opened(store, FetchQuery("p"))
     assert fetch is not None
     drain(store, fetch)
+
+
+class Meanwhile(Files):
+    """Files of a process beside which something happens, once, when it begins the next one."""
+
+    happens: Callable[[], object] | None = None
+
+    def create(self, path: Path) -> int:
+        happens, self.happens = self.happens, None
+        if happens is not None:
+            happens()
+        return super().create(path)
+
+
+def grown(store: PrefixStore) -> dict[int, bytes]:
+    """Stores a prefix and a branch of it, both with a row that is not sealed yet; the branch's rows."""
+    put(store, "p", tokens(200))
+    put(store, "c", tokens(150), parent="p", base=100)
+    for name, row in (("p", 200), ("c", 150)):
+        for side in Side:
+            write(store, name, row, name.encode() * 16, side=side)
+    return {index: rows + b"c" * 16 for index, rows in truth(SMALL, tokens(150)).items()}
+
+
+def test_a_prefix_that_is_sealed_meanwhile_keeps_no_branch_of_it_from_being_sealed(
+    tmp_path: Path,
+) -> None:
+    files = Meanwhile()
+    machine = Machine(tmp_path / "data", files)
+    store, other = machine.start(), machine.start()
+    rows = grown(store)
+    files.happens = lambda: other.save(TENANT, ["p"])
+    assert store.save(TENANT, ["c"]) == 1
+    assert files.happens is None
+    assert rows_of(store, "c") == rows
+    assert stray_files(store) == []
+    machine.close()
+
+
+def test_a_branch_of_rows_that_are_gone_is_not_sealed_but_taken_out(machine: Machine) -> None:
+    store = machine.start()
+    grown(store)
+    with store.workshop.catalog.read() as transaction:
+        row = transaction.by_name(TENANT, "p")
+    assert row is not None
+    store.directory.resolve(row.file or "").unlink()
+    with pytest.raises(Corrupt):
+        store.save(TENANT, ["c"])
+    assert not look(store, "c").hit
+    assert not look(store, "p").hit
