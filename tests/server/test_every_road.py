@@ -501,7 +501,7 @@ def differential(short_tmp: Path) -> Iterator[Callable[[int], Differential]]:
 def test_nothing_but_what_was_acknowledged_comes_out(
     differential: Callable[[int], Differential],
 ) -> None:
-    differential(1).run(250)
+    differential(1).run(200)
 
 
 @pytest.mark.soak
