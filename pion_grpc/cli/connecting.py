@@ -112,6 +112,8 @@ def _advice(options: argparse.Namespace, error: errors.PionError) -> str:
     if isinstance(error, errors.Unavailable) and error.from_transport:
         problem = str(error).rpartition("last error: ")[2]
         nobody = "refused" in problem or "No such file" in problem
+        if "," in address:
+            return f"one or more of {address} do not answer: {printable(problem)}"
         text = (
             f"no server answers at {address}{'' if nobody else f' ({printable(problem)})'}: "
             f"{how_to_start(address)}name another with --address or PION_ADDRESS"

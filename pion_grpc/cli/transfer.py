@@ -23,7 +23,7 @@ from rich.console import Console
 from pion_client import Client, answers
 from pion_client.calls import Calls
 from pion_client.connection import STREAM_TIMEOUT_S, Connection, Watchdog
-from pion_client.errors import BadAnswer
+from pion_client.errors import BadAnswer, Unavailable
 from pion_client.fetching import Announced, announced_by
 from pion_client.routes import by_name
 from pion_client.storing import Content, Framed
@@ -261,27 +261,42 @@ def _request(
 @contextlib.contextmanager
 def _fetching(connection: Connection, request: pb.PrefixStoreFetchRequest) -> Iterator[_Stream]:
     # Where all nodes are known, the one that has it is known to none but itself.
+    away: Unavailable | None = None
     for route in connection.everywhere or (by_name(request.namespace),):
-        watchdog = Watchdog(STALL_S)
-        with connection.calling() as stubs:
-            call: Any = stubs.fetch(
-                request.SerializeToString(),
-                timeout=STREAM_TIMEOUT_S,
-                metadata=connection.metadata(route),
-            )
-            with watchdog.over(call):
-                messages = _messages(call, watchdog)
-                header = next(messages, None)
-                if not isinstance(header, HeaderBytes):
-                    raise BadAnswer("the stream does not begin with a header")
-                message = pb.PrefixStoreFetchHeader.FromString(bytes(header.message))
-                if message.found:
-                    yield _Stream(announced_by(message), _chunks(messages))
-                    return
-    raise CommandFailed(
+        with contextlib.ExitStack() as stack:
+            try:
+                stream = stack.enter_context(_asked(connection, request, route))
+            except Unavailable as error:
+                away = error  # the others may have it
+                continue
+            if stream is not None:
+                yield stream
+                return
+    raise away or CommandFailed(
         f"{request.namespace!r} has just been dropped, or is on a node that was not asked",
         reason="NOT_STORED",
     )
+
+
+@contextlib.contextmanager
+def _asked(
+    connection: Connection, request: pb.PrefixStoreFetchRequest, route: str
+) -> Iterator[_Stream | None]:
+    """Yields what the node of a route has; None if it has nothing of that name."""
+    watchdog = Watchdog(STALL_S)
+    with connection.calling() as stubs:
+        call: Any = stubs.fetch(
+            request.SerializeToString(),
+            timeout=STREAM_TIMEOUT_S,
+            metadata=connection.metadata(route),
+        )
+        with watchdog.over(call):
+            messages = _messages(call, watchdog)
+            header = next(messages, None)
+            if not isinstance(header, HeaderBytes):
+                raise BadAnswer("the stream does not begin with a header")
+            message = pb.PrefixStoreFetchHeader.FromString(bytes(header.message))
+            yield _Stream(announced_by(message), _chunks(messages)) if message.found else None
 
 
 def _messages(call: Any, watchdog: Watchdog) -> Iterator[HeaderBytes | Chunk]:

@@ -421,3 +421,18 @@ def test_others_cannot_read_what_was_exported(run: Run, client, at, tmp_path: Pa
     store(client, "private")
     assert run("export", "private", tmp_path / "file", *at).status == 0
     assert (tmp_path / "file").stat().st_mode & 0o077 == 0
+
+
+def test_a_node_that_is_away_keeps_nobody_from_exporting_what_another_has(
+    run: Run, start_server, short_tmp: Path, tmp_path: Path
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        away = f"127.0.0.1:{taken.getsockname()[1]}"
+    here = start_server(listen="127.0.0.1:0").address
+    with Client(here) as client:
+        layers = [store(client, f"prefix {number}", 70) for number in range(4)]
+    for number in range(len(layers)):
+        for order in (f"{away},{here}", f"{here},{away}"):
+            file = tmp_path / "file"
+            ran = run("export", f"prefix {number}", file, "--force", "--address", order)
+            assert ran.status == 0, ran.err
