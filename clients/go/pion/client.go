@@ -33,8 +33,10 @@ const (
 	messageBytesMax = 66 << 20 // answers of Attend are as large as its queries
 )
 
-// alive finds a machine that went without a word, minutes before TCP gives it up. gRPC pings no more often.
-var alive = keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}
+// pings find a machine that went without a word, minutes before TCP gives it up. gRPC pings no more often.
+func pings(timeout time.Duration) grpc.DialOption {
+	return grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: timeout})
+}
 
 // Options of a client; the zero value suits a server on this host.
 type Options struct {
@@ -144,8 +146,11 @@ func connect(names []string, options []grpc.DialOption) (channel, error) {
 			if local { // a proxy elsewhere cannot reach this host's loopback
 				options = append([]grpc.DialOption{grpc.WithNoProxy()}, options...)
 			}
-			if !local || len(names) > 1 {
-				options = append([]grpc.DialOption{grpc.WithKeepaliveParams(alive)}, options...)
+			switch {
+			case len(names) > 1:
+				options = append([]grpc.DialOption{pings(5 * time.Second)}, options...)
+			case !local: // over a slow link, perhaps
+				options = append([]grpc.DialOption{pings(20 * time.Second)}, options...)
 			}
 			conns[name], err = grpc.NewClient(target, options...)
 		}

@@ -67,9 +67,9 @@ public final class PionClient: Sendable {
             config.http2.targetWindowSize = 16 << 20
             config.http2.maxFrameSize = Limits.chunkBytesMax
             config.http2.authority = options.authority
-            // Finds a machine that went without a word, minutes before TCP gives it up.
+            // Finds a machine that went without a word, minutes before TCP gives it up; the link may be slow.
             config.connection.keepalive = .init(
-                time: .seconds(5), timeout: .seconds(5), allowWithoutCalls: false)
+                time: .seconds(5), timeout: .seconds(20), allowWithoutCalls: false)
             // A server that comes back is found at once: sooner than tries end.
             config.backoff.initial = .milliseconds(100)
             config.backoff.max = .milliseconds(200)
