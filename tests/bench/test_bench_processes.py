@@ -1,11 +1,18 @@
 """The peers and the rows that need no model, small: what is timed is also right."""
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
+import psutil
 import pytest
 
 from pion_client import Client
 from pion_grpc.cli.bench import prefixes
 from pion_grpc.cli.bench.processes import BareSocket, PeerMissing, Redis, Server
+from tests.server.wire import eventually
 
 
 def test_the_bare_socket_does_not_move_other_bytes(tmp_path):
@@ -54,3 +61,23 @@ def test_a_server_that_cannot_start_does_not_keep_anyone_waiting(tmp_path):
     (tmp_path / "data").write_text("a file is no directory")
     with pytest.raises(RuntimeError, match="did not start"):
         Server(tmp_path / "data")
+
+
+_STARTS = """
+import pathlib, sys
+from pion_grpc.cli.bench.processes import Server
+with Server(pathlib.Path(sys.argv[1])):
+    sys.stdin.read()
+"""
+
+
+def test_who_is_interrupted_while_a_server_starts_leaves_none_behind(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with subprocess.Popen(
+        [sys.executable, "-c", _STARTS, str(data)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as bench:
+        eventually(data.exists)  # the server has begun to start
+        (server,) = psutil.Process(bench.pid).children()
+        bench.send_signal(signal.SIGINT)
+        assert bench.wait() != 0
+    assert not server.is_running()

@@ -37,7 +37,12 @@ class _Process:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self._said: list[str] = []
-        self.ready_line = self._wait_until(ready)
+        try:
+            self.ready_line = self._wait_until(ready)
+        except BaseException:  # Ctrl-C too: the context that would end it has not begun
+            self.process.kill()
+            self.process.wait()
+            raise
         self.start_s = time.perf_counter() - started
         """From its creation until it was ready."""
         self._drainer = threading.Thread(target=self._drain, daemon=True)
@@ -74,9 +79,7 @@ class _Process:
                     return line
         finally:
             impatience.cancel()
-        with self.process.stdout:
-            self.process.kill()
-            self.process.wait()
+        self.process.stdout.close()
         raise RuntimeError(f"{self._command} did not start:\n{''.join(self._said)}")
 
     def _drain(self) -> None:
