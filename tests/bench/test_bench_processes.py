@@ -12,7 +12,6 @@ import pytest
 from pion_client import Client
 from pion_grpc.cli.bench import prefixes
 from pion_grpc.cli.bench.processes import BareSocket, PeerMissing, Redis, Server
-from tests.server.wire import eventually
 
 
 def test_the_bare_socket_does_not_move_other_bytes(tmp_path):
@@ -66,18 +65,24 @@ def test_a_server_that_cannot_start_does_not_keep_anyone_waiting(tmp_path):
 _STARTS = """
 import pathlib, sys
 from pion_grpc.cli.bench.processes import Server
-with Server(pathlib.Path(sys.argv[1])):
+class Telling(Server):
+    def _wait_until(self, ready):
+        print(self.process.pid, flush=True)
+        return super()._wait_until(ready)
+with Telling(pathlib.Path(sys.argv[1])):
     sys.stdin.read()
 """
 
 
 def test_who_is_interrupted_while_a_server_starts_leaves_none_behind(tmp_path: Path) -> None:
-    data = tmp_path / "data"
     with subprocess.Popen(
-        [sys.executable, "-c", _STARTS, str(data)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", _STARTS, str(tmp_path / "data")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     ) as bench:
-        eventually(data.exists)  # the server has begun to start
-        (server,) = psutil.Process(bench.pid).children()
+        assert bench.stdout is not None
+        server = int(bench.stdout.readline())
         bench.send_signal(signal.SIGINT)
         assert bench.wait() != 0
-    assert not server.is_running()
+    assert not psutil.pid_exists(server)

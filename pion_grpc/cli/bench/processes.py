@@ -71,8 +71,8 @@ class _Process:
     def _wait_until(self, ready: str) -> str:
         assert self.process.stdout is not None
         impatience = threading.Timer(START_S_MAX, self.process.kill)
-        impatience.start()
         try:
+            impatience.start()
             for line in self.process.stdout:
                 self._said.append(line)
                 if ready in line:
