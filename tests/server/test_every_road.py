@@ -505,7 +505,7 @@ def test_nothing_but_what_was_acknowledged_comes_out(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(2, 5))
+@pytest.mark.parametrize("seed", range(2, 6))
 def test_nothing_but_what_was_acknowledged_comes_out_whoever_dies(
     differential: Callable[[int], Differential], seed: int
 ) -> None:
