@@ -15,11 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 # Stores that "crash" in this process keep their descriptors, as a killed process would not.
 _SOFT, _HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
 _WANTED = 65_536 if _HARD == resource.RLIM_INFINITY else min(65_536, _HARD)
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_SOFT, _WANTED), _HARD))
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """A command that ran in this process leaves its log at a stream that is closed after the test."""
+    yield
+    structlog.reset_defaults()
 
 
 class ServerProcess:

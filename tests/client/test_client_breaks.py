@@ -452,7 +452,7 @@ def test_a_full_house_is_waited_for_not_reported(
         thread.start()
         assert inside.wait(30)
         with pytest.raises(TooManyStreams) as full:
-            client.fetch("name", timeout_s=0.1)
+            client.fetch("name", timeout_s=2)
         assert full.value.retry_after_s
         leave.set()
         thread.join(30)

@@ -7,9 +7,7 @@ lines are those of the product.
 import contextlib
 import io
 import json
-import random
 import signal
-import socket
 import subprocess
 import threading
 import urllib.request
@@ -24,6 +22,7 @@ from pion_grpc.cli.main import main
 from pion_grpc.cli.mesh import certificates, services
 from pion_grpc.cli.mesh.nodes import Mesh, Node, read_mesh
 from tests.conftest import ServerProcess
+from tests.ports import free_ports
 from tests.server.wire import eventually
 
 PASSWORD = "certificates are not all"
@@ -56,8 +55,9 @@ class Shelf:
     def command(self, what: str, *flags: str) -> None:
         """Runs `pion-grpc mesh`."""
         command = ["mesh", what, str(self.file), "--out", str(self.out), "--json", *flags]
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert main(command) == 0
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            status = main(command)
+        assert status == 0, said.getvalue()
 
     def render(self, names: str) -> None:
         """Makes everything for these nodes; Envoys that run follow."""
@@ -219,16 +219,6 @@ class Envoy:
     def _read(self) -> None:
         assert self.process.stdout is not None
         self.output.extend(self.process.stdout)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has, and that the system gives nobody who asks for any."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-    return ports
 
 
 def _after_data(flags: list[str], node: Node) -> list[str]:

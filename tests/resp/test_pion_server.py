@@ -15,6 +15,7 @@ from pion_grpc.backends import Dense
 from pion_grpc.backends.reference import attend as reference
 from pion_grpc.cli.pion_server import config_of, parser
 from pion_wire.v1 import prefix_store_pb2 as pb
+from tests.ports import free_ports
 from tests.resp.wire import Refused, Wire, fields
 from tests.server.test_attend import normal, pair
 from tests.server.wire import Wire as Grpc
@@ -52,17 +53,7 @@ class PionServer:
 
 def free_port() -> int:
     """A port with two free ones behind it."""
-    while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                for behind in (1, 2):
-                    with socket.socket() as other:
-                        other.bind(("127.0.0.1", port + behind))
-            except OSError:
-                continue
-            return port
+    return free_ports(3)[0]
 
 
 @pytest.fixture

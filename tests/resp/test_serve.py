@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pion_grpc.cli.smollm2 import random_llama
 from tests.conftest import ServerProcess
+from tests.ports import free_ports
 from tests.resp.wire import Wire, fields
 
 pytest.importorskip("pion_vllm_mlx", reason="pion-vllm-mlx is not installed")
@@ -57,8 +57,7 @@ class Serve:
     """A `pion-vllm-mlx serve` of its own process."""
 
     def __init__(self, model_path: Path, resp_port: int, *flags: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pion_vllm_mlx", "serve", "--model", str(model_path),
              "--port", str(self.port), "--pion-port", str(resp_port), "--log-level", "INFO", *flags],
