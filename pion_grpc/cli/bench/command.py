@@ -45,7 +45,8 @@ def bench(options: argparse.Namespace) -> int:
     path = Path(options.json or RESULTS / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
     report, failed = run(entries, path, quick=options.quick, workload=size)
     console.print(table.rich_table(report.rows))
-    console.print(f"{machine_text(report)}\n{path}")
+    load = report.machine["load_average"]
+    console.print(f"{machine_text(report)}; load average {load:g}\n{path}")
     return int(failed)
 
 
@@ -104,12 +105,14 @@ def as_markdown(measured: dict[str, tuple[Report, Row]], names: Sequence[str]) -
     """The results, the machines they come from, and the product's figures beside them."""
     rows = [measured[name][1] for name in names if name in measured]
     machines = dict.fromkeys(machine_text(measured[row.name][0]) for row in rows)
+    loads = sorted(row.load_average for row in rows) or [0.0]
     return "\n\n".join(
         [
             "<!-- results -->",
             *(chart.first_tokens(row) for row in rows if row.name == "first-token"),
             table.markdown(rows),
             "\n".join(f"* {text}" for text in machines),
+            f"Load average at the end of a row: {loads[0]:.2g} to {loads[-1]:.2g}.",
             "<!-- /results -->",
             "<!-- figures -->",
             figures.markdown({row.name: row for row in rows}),
@@ -153,8 +156,7 @@ def machine_text(report: Report) -> str:
     return (
         f"{when:%Y-%m-%d}, commit {of['commit'] or 'unknown'}: {of['cpu']}, {of['cores']} cores, "
         f"{of['memory_gib']:g} GiB, {of['system']}, {of['file_system']}; Python {of['python']}, "
-        f"{libraries}; BLAS of NumPy {blas_of['numpy']}, of MLX {blas_of['mlx']}; "
-        f"load average {of['load_average']:g}"
+        f"{libraries}; BLAS of NumPy {blas_of['numpy']}, of MLX {blas_of['mlx']}"
     )
 
 
