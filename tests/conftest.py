@@ -23,6 +23,11 @@ _WANTED = 65_536 if _HARD == resource.RLIM_INFINITY else min(65_536, _HARD)
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_SOFT, _WANTED), _HARD))
 
 
+# Shells have what they start in the background ignore Ctrl-C, and so would what the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def _logs_as_they_were() -> Iterator[None]:
     """A command that ran in this process leaves its log at a stream that is closed after the test."""

@@ -84,5 +84,5 @@ def test_who_is_interrupted_while_a_server_starts_leaves_none_behind(tmp_path: P
         assert bench.stdout is not None
         server = int(bench.stdout.readline())
         bench.send_signal(signal.SIGINT)
-        assert bench.wait() != 0
+        assert bench.wait(60) != 0
     assert not psutil.pid_exists(server)
