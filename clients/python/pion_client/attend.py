@@ -213,12 +213,13 @@ class Attending:
         deadline: Deadline,
         stall_timeout_s: float | None,
     ) -> Warmed:
-        message = self._calls.send_whole(
+        message = self._calls.send(
             "attend_store",
             attend_content(header.SerializeToString(), sides),
             route=self._sessions.of(header.session),
             deadline=deadline,
             stall_timeout_s=stall_timeout_s,
+            may_repeat=True,
         )
         answer = pb.AttendStoreResponse.FromString(message)
         return Warmed(answer.layer_count, answer.skipped_count, answer.resident_bytes)

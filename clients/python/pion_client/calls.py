@@ -68,8 +68,9 @@ class Calls:
         deadline: Deadline,
         progress: Progress | None = None,
         stall_timeout_s: float | None = None,
+        may_repeat: bool = False,
     ) -> bytes:
-        """Sends one stream, once; returns the serialised answer.
+        """Sends one stream; returns the serialised answer.
 
         Args:
             method: of the stubs.
@@ -78,6 +79,7 @@ class Calls:
             deadline: of all of it.
             progress: called with (bytes sent, bytes in all), on another thread.
             stall_timeout_s: how long it may make no progress; None: as long as any stream may.
+            may_repeat: whether to send it again, as a whole, where only the transport failed.
 
         Raises:
             PionError: what the status of the call means.
@@ -85,8 +87,22 @@ class Calls:
         """
         if stall_timeout_s is None:
             stall_timeout_s = self.stall_timeout_s
-        watchdog = Watchdog(stall_timeout_s)
-        outgoing = Outgoing(content, progress, watchdog.touch)
+        for attempt in itertools.count(1):
+            watchdog = Watchdog(stall_timeout_s)
+            outgoing = Outgoing(content, progress, watchdog.touch)
+            try:
+                return self._send(method, outgoing, watchdog, route, deadline)
+            except Unavailable as error:
+                # To a caller with time, a server that restarts is one that is not there yet.
+                waits = may_repeat and (error.from_transport or deadline.tries == TRIES_ENDLESS)
+                if not waits or not pause(error, attempt, deadline):
+                    raise
+        raise AssertionError("the loop ends by itself")
+
+    def _send(
+        self, method: str, outgoing: Outgoing, watchdog: Watchdog, route: str, deadline: Deadline
+    ) -> bytes:
+        """Makes one attempt."""
         with self.connection.calling() as stubs:
             call: Any = getattr(stubs, method).future(
                 iter(outgoing),
@@ -102,34 +118,6 @@ class Calls:
                         raise outgoing.error from None
                     raise call from None  # it is the error that has the status
         return answer
-
-    def send_whole(
-        self,
-        method: str,
-        content: Content,
-        *,
-        route: str,
-        deadline: Deadline,
-        progress: Progress | None = None,
-        stall_timeout_s: float | None = None,
-    ) -> bytes:
-        """Sends a stream as `send` does, and again as a whole where only the transport failed."""
-        for attempt in itertools.count(1):
-            try:
-                return self.send(
-                    method,
-                    content,
-                    route=route,
-                    deadline=deadline,
-                    progress=progress,
-                    stall_timeout_s=stall_timeout_s,
-                )
-            except Unavailable as error:
-                # To a caller with time, a server that restarts is one that is not there yet.
-                waits = error.from_transport or deadline.tries == TRIES_ENDLESS
-                if not waits or not pause(error, attempt, deadline):
-                    raise
-        raise AssertionError("the loop ends by itself")
 
     def receive(
         self,

@@ -207,12 +207,13 @@ class Client(AttendMixin):
             parts=[requests.part_info(f"parts[{index}]", part) for index, part in enumerate(parts)],
         )
         route = route_key(self._tenant, model, packed)
-        answer = self._calls.send_whole(
+        answer = self._calls.send(
             "store",
             prefix_content(header.SerializeToString(), tensors, parts, first_row=base),
             route=route,
             deadline=self._calls.stream_deadline(timeout_s),
             progress=progress,
+            may_repeat=True,
         )
         stored = answers.stored(pb.PrefixStoreStoreResponse.FromString(answer))
         self._routes.remember(stored.namespace, route)

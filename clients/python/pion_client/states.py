@@ -259,12 +259,13 @@ class States:
             ).SerializeToString()
             for part in parts
         ]
-        answer = self._calls.send_whole(
+        answer = self._calls.send(
             "state_store",
             states_content(headers, parts),
             route=by_name(session),
             deadline=self._calls.stream_deadline(timeout_s),
             progress=progress,
+            may_repeat=True,
         )
         stored = pb.SSMStateStoreResponse.FromString(answer)
         generations = stored.generation, *stored.more_generations
