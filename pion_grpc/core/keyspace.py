@@ -8,6 +8,7 @@ what most commands do, so one thread takes all that waits and commits it at once
 undone by itself if it fails; nobody is answered before the commit.
 """
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from pion_grpc.core.key_values import LargeValue
 from pion_grpc.core.keys import Keys
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.space import FREE_BYTES_MAX
+from pion_grpc.core.workshop import Workshop
 from pion_grpc.errors import OverBudget, OverQuota, PionError
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
@@ -72,22 +74,17 @@ class Keyspace:
             with self._workshop.catalog.write(removing=removing) as transaction:
                 now = unix_ms()
                 roomy = self._surely_fits(transaction, batch)
-                grown = 0
+                growth = _Growth(self._workshop, transaction)
                 for work in batch:
-                    if work.grows_bytes and not roomy:
-                        refusal = self._refusal(transaction, work, grown)
-                        if refusal is not None:
-                            outcomes.append(refusal)
+                    if roomy:
+                        growth.byte_count += work.grows_bytes
+                    elif work.grows_bytes:
+                        try:
+                            growth.make_room(work.tenant, work.grows_bytes)
+                        except (OverBudget, OverQuota) as error:
+                            outcomes.append(error)
                             continue
-                    grown += work.grows_bytes
-
-                    def make_room(size: int, work: Work = work) -> None:
-                        nonlocal grown
-                        refusal = self._refusal(transaction, work._replace(grows_bytes=size), grown)
-                        if refusal is not None:
-                            raise refusal
-                        grown += size
-
+                    make_room = functools.partial(growth.make_room, work.tenant)
                     keys = Keys(transaction, work.tenant, self.blobs, now, make_room)
                     outcomes.append(_attempt(transaction, work, keys))
         except PionError as error:  # the commit failed: nothing of it happened
@@ -135,21 +132,31 @@ class Keyspace:
             self._workshop.space.has_room(transaction, one, total, beside) for one in tenants
         )
 
-    def _refusal(self, transaction: Transaction, work: Work, grown: int) -> PionError | None:
-        """Makes room for a piece of work, after `grown` bytes of this transaction; or refuses it."""
-        space, size = self._workshop.space, work.grows_bytes
-        beside = WRITTEN_TIMES * (grown + size) - size
-        if space.has_room(transaction, work.tenant, size, beside):
-            return None
-        instance = self._workshop.directory.instance
-        reservation = Accounts(transaction).reserve(instance, work.tenant, 0, size)
-        try:
-            space.make_room(transaction, work.tenant, size, grown_bytes=beside)
-        except (OverBudget, OverQuota) as error:
-            return error
-        finally:
-            Accounts(transaction).release(reservation)
-        return None
+
+class _Growth:
+    """How much larger one transaction makes the database."""
+
+    def __init__(self, workshop: Workshop, transaction: Transaction) -> None:
+        self.byte_count = 0
+        self._workshop = workshop
+        self._transaction = transaction
+
+    def make_room(self, tenant: str, size: int) -> None:
+        """Counts bytes that are about to come to it, and evicts until they fit.
+
+        Raises:
+            OverBudget, OverQuota: they do not.
+        """
+        transaction, space = self._transaction, self._workshop.space
+        beside = WRITTEN_TIMES * (self.byte_count + size) - size
+        if not space.has_room(transaction, tenant, size, beside):
+            instance = self._workshop.directory.instance
+            reservation = Accounts(transaction).reserve(instance, tenant, 0, size)
+            try:
+                space.make_room(transaction, tenant, size, grown_bytes=beside)
+            finally:
+                Accounts(transaction).release(reservation)
+        self.byte_count += size
 
 
 class KeyWriter:
