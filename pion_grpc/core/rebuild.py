@@ -45,7 +45,7 @@ from pion_grpc.errors import (
 )
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.catalog import Catalog
-from pion_grpc.storage.catalog_errors import DamagedCatalogue
+from pion_grpc.storage.catalog_errors import UnusableCatalogue
 from pion_grpc.storage.directory import NOT_ADOPTED, DataDirectory
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.match_index import MatchIndex
@@ -202,7 +202,7 @@ class _Rebuild:
                     empty = transaction.is_empty()
             finally:
                 catalog.close()
-        except DamagedCatalogue as error:
+        except UnusableCatalogue as error:
             return error.problem
         if not empty:
             raise CannotStart(

@@ -14,29 +14,36 @@ from pion_grpc.errors import Busy, CannotStart, DiskFull
 from pion_grpc.storage.directory import rebuild_command
 
 
-class DamagedCatalogue(CannotStart):
+class UnusableCatalogue(CannotStart):
+    """It cannot be used, but be made anew (`rebuild`). `problem` says in few words what is wrong."""
+
+    def __init__(self, message: str, problem: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
+class DamagedCatalogue(UnusableCatalogue):
     """The database's own pages are not what was written."""
 
     def __init__(self, path: Path, error: Exception) -> None:
         super().__init__(
             f"{path} is damaged ({error}): {rebuild_command(path.parent)} sets it aside and makes a "
             "new one from the segments; or move it away, and segments, rows and blobs too, to start "
-            "empty"
+            "empty",
+            f"damaged: {error}",
         )
-        self.problem = f"damaged: {error}"
 
 
-class OtherCatalogue(DamagedCatalogue):
+class OtherCatalogue(UnusableCatalogue):
     """Its tables are not those of its version: a program between two releases made it."""
 
     def __init__(self, path: Path, difference: str) -> None:
-        CannotStart.__init__(
-            self,
+        super().__init__(
             f"{path} has other tables than this version of pion-grpc ({difference}): use the version "
             f"that wrote it, or choose another --data; or {rebuild_command(path.parent)} sets it aside "
             "and makes a new one from the segments, without keys, states and rows never sealed",
+            f"of another version: {difference}",
         )
-        self.problem = f"of another version: {difference}"
 
 
 @contextlib.contextmanager
