@@ -62,7 +62,7 @@ from pion_grpc.errors import (
 from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.directory import DataDirectory, boot_id
 from pion_grpc.storage.files import Files
-from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
+from pion_grpc.storage.match_index import MatchIndex
 from pion_grpc.storage.sides import Sides
 from pion_grpc.storage.transaction import NewPrefix, PrefixRow, Transaction
 from pion_wire import limits
@@ -191,9 +191,7 @@ class PrefixStore:
                 row = transaction.by_id(identity)
                 assert row is not None
             if table is not None:
-                MatchIndex(transaction).set_block_table(
-                    row.id, BlockTableRow(table.block_tokens, table.hashes)
-                )
+                MatchIndex(transaction).set_block_table(row.id, table.block_tokens, table.hashes)
                 self.space.keep_quota(transaction, tenant, table_bytes, row.id)
             transaction.update(row.id, prefill_ms=prefill_ms)
             info = prefix_info(transaction, row._replace(prefill_ms=prefill_ms))

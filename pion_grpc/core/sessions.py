@@ -44,7 +44,7 @@ from pion_grpc.core.values import (
 from pion_grpc.errors import InvalidRequest, LayoutDiffers, NotStored
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.extents import ExtentRow, Extents
-from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
+from pion_grpc.storage.match_index import MatchIndex
 from pion_grpc.storage.row_snapshots import RowSnapshotTable
 from pion_grpc.storage.sides import Sides
 from pion_grpc.storage.transaction import NewPrefix, PrefixRow, Transaction
@@ -105,9 +105,7 @@ class Sessions:
                 else:
                     _check_same_by_name(transaction, row, side, declaration)
             if table is not None:
-                MatchIndex(transaction).set_block_table(
-                    row.id, BlockTableRow(table.block_tokens, table.hashes)
-                )
+                MatchIndex(transaction).set_block_table(row.id, table.block_tokens, table.hashes)
                 space.keep_quota(transaction, tenant, table_bytes, row.id)
                 Sides(transaction).count_records(1)
             transaction.update(row.id, prefill_ms=prefill_ms)
@@ -199,8 +197,9 @@ class Sessions:
                 row = transaction.by_name(tenant, namespace)
                 if row is None:
                     return None, frozenset(), True
-                sides = _sides(transaction, row)
-                is_even = _is_even(transaction, row)
+                declared = _declared(transaction, row)
+                sides = declared | _sides_of_tensors(row)
+                is_even = len(declared) < len(Side) or _is_even(row)
                 chain = transaction.chain(row)
             if not settle and any(self._workshop.recovery.is_due(link) for link in chain):
                 raise Unsettled(namespace)
@@ -451,17 +450,22 @@ _ROWS_OF_ANY_SEGMENT = 1 << 31
 
 def _sides(transaction: Transaction, row: PrefixRow) -> frozenset[Side]:
     """Returns the sides that a prefix has: declared ones, and those of its tensors."""
-    declared = {Side(side) for side in Sides(transaction).of(row.id)}
-    return frozenset(declared | {t.side for t in Layout.from_json(row.layout).tensors})
+    return _declared(transaction, row) | _sides_of_tensors(row)
 
 
-def _is_even(transaction: Transaction, row: PrefixRow) -> bool:
-    """Whether no layer has more rows on one side than on the other, of what was declared side by side.
+def _declared(transaction: Transaction, row: PrefixRow) -> frozenset[Side]:
+    return frozenset(map(Side, Sides(transaction).of(row.id)))
+
+
+def _sides_of_tensors(row: PrefixRow) -> frozenset[Side]:
+    return frozenset(tensor.side for tensor in Layout.from_json(row.layout).tensors)
+
+
+def _is_even(row: PrefixRow) -> bool:
+    """Whether no layer has more rows on one side than on the other.
 
     A side that has no rows at all yet is another matter.
     """
-    if len(Sides(transaction).of(row.id)) < len(Side):
-        return True
     rows: dict[Side, dict[int, int]] = {side: {} for side in Side}
     tensors = Layout.from_json(row.layout).tensors
     for tensor, count in zip(tensors, own_row_counts(row), strict=True):

@@ -27,7 +27,7 @@ from pion_grpc.errors import (
     NotStored,
     OtherContent,
 )
-from pion_grpc.storage.match_index import BlockTableRow, MatchIndex
+from pion_grpc.storage.match_index import MatchIndex
 from pion_grpc.storage.pages import SegmentWriter
 from pion_grpc.storage.transaction import NewPrefix, PrefixRow, Transaction
 from pion_wire import limits
@@ -252,9 +252,7 @@ def begin_store(workshop: Workshop, tenant: str, header: StoreHeader) -> PrefixU
         )
         table = header.table
         if table is not None:
-            MatchIndex(transaction).set_block_table(
-                prefix, BlockTableRow(table.block_tokens, table.hashes)
-            )
+            MatchIndex(transaction).set_block_table(prefix, table.block_tokens, table.hashes)
         workshop.space.make_room(transaction, tenant, segment.file_bytes, header.token_count)
     workshop.space.sweep()
     name = f"segments/{workshop.directory.instance}-{prefix}.safetensors"
@@ -441,4 +439,4 @@ def _parent(transaction: Transaction, tenant: str, header: StoreHeader) -> Prefi
 def _inherit_table(transaction: Transaction, declared: int, stored: int) -> None:
     table = MatchIndex(transaction).block_table(declared)
     if table is not None:
-        MatchIndex(transaction).set_block_table(stored, table)
+        MatchIndex(transaction).set_block_table(stored, *table)

@@ -125,10 +125,10 @@ class MatchIndex:
         )
         return BlockTableRow(*rows[0]) if rows else None
 
-    def set_block_table(self, prefix: int, table: BlockTableRow) -> None:
+    def set_block_table(self, prefix: int, block_tokens: int, hashes: bytes) -> None:
         """Sets the caller's hashes of a prefix."""
         self._transaction.run(
             "INSERT INTO block_table VALUES (?, ?, ?) ON CONFLICT DO UPDATE"
             " SET block_tokens = excluded.block_tokens, hashes = excluded.hashes",
-            (prefix, *table),
+            (prefix, block_tokens, hashes),
         )

@@ -289,7 +289,7 @@ class Transaction:
 
     def forget_prefill_times(self) -> None:
         """Forgets of every prefix how long its prefill took."""
-        self.run("UPDATE prefix SET prefill_ms = 0 WHERE prefill_ms != 0", ())
+        self.run("UPDATE prefix SET prefill_ms = 0 WHERE prefill_ms != 0")
 
     def new_generation(self, prefix: int) -> int:
         """Gives a prefix the next generation."""
