@@ -1,11 +1,12 @@
 """Tenants: what is one's own is usable by itself, and invisible to everybody else, on both wires."""
 
+import contextlib
 import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -307,14 +308,31 @@ CHANGES: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 
 
-def test_quotas_count_everything_a_tenant_keeps(start_server: Callable[..., ServerProcess]) -> None:
+class Limited(NamedTuple):
+    """A server whose tenants may have 4 MiB each, and a connection of two of them."""
+
+    server: ServerProcess
+    blue: Wire
+    red: Wire
+
+
+@pytest.fixture
+def limited(start_server: Callable[..., ServerProcess]) -> Iterator[Limited]:
     server = start_server(
         "--resp", "127.0.0.1:0", "--tenant", "blue=azure", "--tenant", "red=crimson",
         "--tenant-budget", "4MiB", PION_PASSWORD="secret",
     )  # fmt: skip
-    blue, red = (Wire(server.ready["resp"]) for _ in range(2))
-    blue("AUTH", *USERS["blue"])
-    red("AUTH", *USERS["red"])
+    with (
+        contextlib.closing(Wire(server.ready["resp"])) as blue,
+        contextlib.closing(Wire(server.ready["resp"])) as red,
+    ):
+        blue("AUTH", *USERS["blue"])
+        red("AUTH", *USERS["red"])
+        yield Limited(server, blue, red)
+
+
+def test_quotas_count_everything_a_tenant_keeps(limited: Limited) -> None:
+    _, blue, red = limited
     red("SET", "k", bytes(1 << 20))
     answers = [blue("SET", f"k{number}", bytes(1 << 20)) for number in range(6)]
     assert answers[:3] == ["OK"] * 3
@@ -338,18 +356,10 @@ def test_quotas_count_everything_a_tenant_keeps(start_server: Callable[..., Serv
     blue("KV.PREFIX.REGISTER", "ns", 64, "fp16")
     assert blue("V.STOREBATCH", "ns_pk", 0, 0, 20_000, bytes(20_000 * 128), "FMT", "F16") == "OK"
     assert blue("SSM.PREFIX.FETCH", "s", 0) is None, "what was not used for longest goes"
-    blue.close()
-    red.close()
 
 
-def test_quotas_count_tables_of_hashes(start_server: Callable[..., ServerProcess]) -> None:
-    server = start_server(
-        "--resp", "127.0.0.1:0", "--tenant", "blue=azure", "--tenant", "red=crimson",
-        "--tenant-budget", "4MiB", PION_PASSWORD="secret",
-    )  # fmt: skip
-    blue, red = (Wire(server.ready["resp"]) for _ in range(2))
-    blue("AUTH", *USERS["blue"])
-    red("AUTH", *USERS["red"])
+def test_quotas_count_tables_of_hashes(limited: Limited) -> None:
+    server, blue, red = limited
     count = 1 << 17
     table = ("BLOCKS", 64, count, bytes(8 * count))  # 1 MiB
 
@@ -373,5 +383,3 @@ def test_quotas_count_tables_of_hashes(start_server: Callable[..., ServerProcess
     assert declare(red, "t") == "OK"
     assert blue("KV.PREFIX.DROP", "t0") > 0
     assert declare(blue, "t2") == "OK", "what is gone is counted"
-    blue.close()
-    red.close()

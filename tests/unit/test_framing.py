@@ -54,26 +54,23 @@ def test_row_chunks_are_those_of_generated_code(
 
 @given(index, place, data)
 @example(0, 0, b"")
-def test_part_chunks_are_those_of_generated_code(part: int, offset: int, content: bytes) -> None:
-    framed = frame_part(part, offset, content)
+def test_chunks_of_bytes_are_those_of_generated_code(
+    part: int, offset: int, content: bytes
+) -> None:
     chunk = types_pb2.PartChunk(
         part_index=part, offset_bytes=offset, crc32c=crc32c(content), data=content
     )
-    assert framed == pb.PrefixStoreFetchResponse(part=chunk).SerializeToString()
-    assert framed == pb.PrefixStoreStoreRequest(part=chunk).SerializeToString()
-    assert parse_message(framed) == PartChunk(part, offset, crc32c(content), content)
+    parsed = PartChunk(part, offset, crc32c(content), content)
 
+    beside_rows = frame_part(part, offset, content)
+    assert beside_rows == pb.PrefixStoreFetchResponse(part=chunk).SerializeToString()
+    assert beside_rows == pb.PrefixStoreStoreRequest(part=chunk).SerializeToString()
+    assert parse_message(beside_rows) == parsed
 
-@given(index, place, data)
-@example(0, 0, b"")
-def test_bytes_alone_are_those_of_generated_code(part: int, offset: int, content: bytes) -> None:
-    framed = frame_bytes(part, offset, content)
-    chunk = types_pb2.PartChunk(
-        part_index=part, offset_bytes=offset, crc32c=crc32c(content), data=content
-    )
-    assert framed == ssm_state_pb2.SSMStateFetchResponse(bytes=chunk).SerializeToString()
-    assert framed == attend_pb2.AttendStoreRequest(bytes=chunk).SerializeToString()
-    assert parse_bytes_message(framed) == PartChunk(part, offset, crc32c(content), content)
+    alone = frame_bytes(part, offset, content)
+    assert alone == ssm_state_pb2.SSMStateFetchResponse(bytes=chunk).SerializeToString()
+    assert alone == attend_pb2.AttendStoreRequest(bytes=chunk).SerializeToString()
+    assert parse_bytes_message(alone) == parsed
 
 
 @given(st.text(max_size=40), st.binary(max_size=200))
