@@ -15,7 +15,7 @@ from pion_grpc.core.matching import longest_match, served_with_parts
 from pion_grpc.core.opening import prefix_info
 from pion_grpc.core.reading import CorruptPrefix
 from pion_grpc.core.values import LookupQuery, LookupResult, MatchQuery, MatchResult, MissReason
-from pion_grpc.core.workshop import Workshop
+from pion_grpc.core.workshop import OutOfDate, Workshop
 from pion_grpc.errors import OverBudget
 from pion_grpc.storage.leases import Leases
 from pion_grpc.storage.match_index import MatchIndex
@@ -27,10 +27,6 @@ Result = TypeVar("Result", LookupResult, MatchResult)
 
 LEASE_BYTES = 128
 """What a lease takes in the catalogue."""
-
-
-class _OutOfDate(Exception):
-    """What was read of a prefix is no longer so: ask again."""
 
 
 def look_up(
@@ -71,7 +67,7 @@ def _lookup(workshop: Workshop, tenant: str, query: LookupQuery) -> tuple[Lookup
         miss = LookupResult(False, reason, prefix=info, first_difference=difference)
         return miss, 0
     if not workshop.recovery.vouch(chain):
-        raise _OutOfDate
+        raise OutOfDate
     workshop.space.uses.note(row.id)
     return LookupResult(hit=True, reason=MissReason.NONE, prefix=info), row.id
 
@@ -111,7 +107,7 @@ def _match(workshop: Workshop, tenant: str, query: MatchQuery) -> tuple[MatchRes
         reason = reason if shortened_by else MissReason.TOO_SHORT
         return dataclasses.replace(result, hit=False, reason=reason, served_tokens=0), 0
     if not workshop.recovery.vouch(chain):
-        raise _OutOfDate
+        raise OutOfDate
     workshop.space.uses.note(row.id)
     return result, row.id
 
@@ -136,7 +132,7 @@ def _sound(workshop: Workshop, ask: Callable[[], Answer]) -> Answer:
             return ask()
         except CorruptPrefix as error:
             workshop.space.take_out(error)
-        except _OutOfDate:
+        except OutOfDate:
             continue
 
 

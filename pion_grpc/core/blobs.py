@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pion_grpc.core.exporting import Exports
 from pion_grpc.core.values import ExportedFile
-from pion_grpc.core.workshop import Workshop
+from pion_grpc.core.workshop import OutOfDate, Workshop
 from pion_grpc.errors import Corrupt, Unreadable
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import SEGMENT_SUFFIX, BlobRow, Blobs
@@ -174,7 +174,7 @@ class BlobStore:
         """Opens a value.
 
         Raises:
-            FileNotFoundError: it was replaced meanwhile.
+            OutOfDate: it was replaced meanwhile.
             Corrupt: it is damaged, or its file is gone; it has been taken out.
         """
         try:
@@ -183,7 +183,7 @@ class BlobStore:
             with self.workshop.catalog.read() as transaction:
                 replaced = Blobs(transaction).get(blob.id) is None
             if replaced:
-                raise
+                raise OutOfDate from error
             raise self.condemned(blob, f"{blob.file} is gone") from error
         except Unreadable as error:
             self.workshop.space.losses.trouble(blob.file, error.problem)

@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 
 from pion_grpc.core.reading import Reading, segment_layout
 from pion_grpc.core.values import ExportedFile, ExportExtent
-from pion_grpc.errors import Evicted
-from pion_grpc.storage.directory import DataDirectory
-from pion_grpc.storage.transaction import PrefixRow
 
 CHECKED_MAX = 100_000
 """Files that are remembered as checked; the oldest are checked again."""
@@ -22,8 +19,7 @@ CHECKED_MAX = 100_000
 class Exports:
     """What one process has checked of the files that it names."""
 
-    def __init__(self, directory: DataDirectory) -> None:
-        self._directory = directory
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._checked: dict[str, tuple[int, int, int, int]] = {}
 
@@ -32,7 +28,6 @@ class Exports:
 
         Raises:
             CorruptPrefix: a page does not have its checksum.
-            Evicted: a file went meanwhile.
         """
         parent = ""
         with_parts = reading.part_owners
@@ -46,19 +41,12 @@ class Exports:
             if count or row.id in with_parts:
                 file = self.checked(
                     row.file,
-                    self._stat(row),
+                    reading.segment_status(row.id),
                     segment_layout(row, parent).data_offset,
                     functools.partial(reading.check, row.id),
                 )
                 yield ExportExtent(file, begin - row.base if count else 0, count, begin)
             parent = row.namespace
-
-    def _stat(self, row: PrefixRow) -> os.stat_result:
-        assert row.file is not None
-        try:
-            return self._directory.resolve(row.file).stat()
-        except FileNotFoundError as error:
-            raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace) from error
 
     def checked(
         self, file: str, status: os.stat_result, data_offset: int, check: Callable[[], None]

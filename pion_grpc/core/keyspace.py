@@ -8,6 +8,7 @@ what most commands do, so one thread takes all that waits and commits it at once
 undone by itself if it fails; nobody is answered before the commit.
 """
 
+import contextlib
 import functools
 import queue
 import threading
@@ -21,7 +22,7 @@ from pion_grpc.core.key_values import LargeValue
 from pion_grpc.core.keys import Keys
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.space import FREE_BYTES_MAX
-from pion_grpc.core.workshop import Workshop
+from pion_grpc.core.workshop import OutOfDate, Workshop
 from pion_grpc.errors import OverBudget, OverQuota, PionError
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
@@ -58,9 +59,16 @@ class Keyspace:
         self.blobs = store.blobs
 
     def reading(self, tenant: str, run: Callable[[Keys], Any]) -> Any:
-        """Returns what `run` makes of one tenant's keys, which it must not change."""
-        with self._workshop.catalog.read() as transaction:
-            return run(Keys(transaction, tenant, self.blobs, unix_ms()))
+        """Returns what `run` makes of one tenant's keys, which it must not change.
+
+        It is run again if a large value was replaced before its file could be opened.
+        """
+        while True:
+            with (
+                contextlib.suppress(OutOfDate),
+                self._workshop.catalog.read() as transaction,
+            ):
+                return run(Keys(transaction, tenant, self.blobs, unix_ms()))
 
     def writing(self, batch: Sequence[Work]) -> list[Outcome]:
         """Does all work of a batch, in order, and returns when it is committed.
@@ -95,12 +103,12 @@ class Keyspace:
         """Opens a large value.
 
         Raises:
-            FileNotFoundError: it was replaced meanwhile.
+            OutOfDate: it was replaced meanwhile.
         """
         with self._workshop.catalog.read() as transaction:
             row = Blobs(transaction).get(value.blob)
         if row is None:
-            raise FileNotFoundError(f"blob {value.blob}")
+            raise OutOfDate
         return self.blobs.open(row)
 
     def expire(self) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pion_grpc.core.declaration import Declaration
 from pion_grpc.core.gaps import written_rows
 from pion_grpc.core.indexing import keep_tokens
-from pion_grpc.core.opening import take_out_missing
+from pion_grpc.core.opening import condemning
 from pion_grpc.core.order import RowOrder
 from pion_grpc.core.reading import (
     CorruptPrefix,
@@ -31,7 +31,7 @@ from pion_grpc.core.values import (
     RowsWritten,
     WriteRowsHeader,
 )
-from pion_grpc.core.workshop import Workshop, sync_files, sync_prefixes
+from pion_grpc.core.workshop import OutOfDate, Workshop, sync_files, sync_prefixes
 from pion_grpc.errors import (
     InvalidRequest,
     LayoutDiffers,
@@ -333,16 +333,10 @@ class _Sealing(NamedTuple):
 def seal(workshop: Workshop, row: PrefixRow) -> bool:
     """Writes a live prefix as a segment; False if somebody was writing to it."""
     workshop.recovery.make_sound(row.tenant, row.namespace)
-    attempts = 0
     while (plan := _plan_segment(workshop, row.id)) is not None:
         workshop.space.sweep()
-        try:
+        with contextlib.suppress(OutOfDate):
             return _carry_out(workshop, plan)
-        except FileNotFoundError as error:
-            attempts += 1
-            if attempts > 1:  # the first time a parent may have been sealed anew meanwhile
-                take_out_missing(workshop, plan.chain, plan.extents)
-                raise damaged(row.namespace) from error
     return False
 
 
@@ -350,7 +344,7 @@ def _carry_out(workshop: Workshop, plan: _Sealing) -> bool:
     """Writes and publishes a segment; False if the rows have changed meanwhile.
 
     Raises:
-        FileNotFoundError: a file of the plan is gone.
+        OutOfDate: the plan is no longer right: a parent has been sealed anew meanwhile.
     """
     row, sealed = plan.row, False
     name = f"segments/{workshop.directory.instance}-{row.id}-{plan.reservation}.safetensors"
@@ -403,7 +397,8 @@ def _write_segment(workshop: Workshop, plan: _Sealing, name: str) -> None:
     try:
         whole = RowRange(row.base, row.base + max(counts, default=0))
         query = FetchQuery(row.namespace)
-        reading = Reading(workshop.directory, plan.chain, plan.extents, query, whole)
+        with condemning(workshop, plan.chain, plan.extents):
+            reading = Reading(workshop.directory, plan.chain, plan.extents, query, whole)
         with contextlib.closing(reading):
             for piece in reading.stream_own(plan.segment):
                 writer.write(piece)

@@ -1,8 +1,9 @@
 """Opening a stored prefix: from a name or a lease to files that can be read.
 
 Knows nothing of what reading is worth to anybody. The one decision: the catalogue is read first and the
-files are opened after it, without a lock in between. So a file that is gone is no damage the first time:
-the prefix was evicted or sealed meanwhile, and is looked up again; what is gone twice is taken out.
+files are opened after it, without a lock in between. So a file that is gone is no damage in itself: the
+prefix may have been evicted, replaced or sealed meanwhile. It is damage if the catalogue still names the
+file afterwards; if not, the prefix is looked up again.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from pion_grpc.core.values import (
     RowRange,
     State,
 )
-from pion_grpc.core.workshop import Workshop
+from pion_grpc.core.workshop import OutOfDate, Workshop
 from pion_grpc.errors import Corrupt, Evicted, GenerationDiffers, RowsOutOfRange, Unreadable
 from pion_grpc.storage.extents import ExtentRow, Extents
 from pion_grpc.storage.match_index import MatchIndex
@@ -54,7 +55,6 @@ def open_prefix(
     Raises:
         As `PrefixStore.fetch` does.
     """
-    attempts = 0
     while True:
         with workshop.catalog.read() as transaction:
             row = _find(transaction, tenant, query)
@@ -72,28 +72,41 @@ def open_prefix(
                 generation=row.generation,
             )
         try:
-            if workshop.recovery.check(chain):
-                continue  # it has fewer rows than the catalogue said
-            rows, cut = clamp(query.rows, row), ""
-            if query.part_kinds:
-                rows, cut = _with_parts(query, rows, info.parts)
-                if not rows.end:
-                    return LookupResult(False, MissReason.PART_MISSING, info, shortened_by=cut)
-            reading = Reading(workshop.directory, chain, extents, query, rows)
-        except FileNotFoundError as error:
-            attempts += 1
-            if attempts == 1:
-                continue  # evicted or saved meanwhile: look again
-            take_out_missing(workshop, chain, extents)
-            raise damaged(row.namespace) from error
-        except CorruptPrefix as error:
-            workshop.space.take_out(error)
-            raise damaged(row.namespace) from error
+            with condemning(workshop, chain, extents):
+                if workshop.recovery.check(chain):
+                    continue  # it has fewer rows than the catalogue said
+                rows, cut = clamp(query.rows, row), ""
+                if query.part_kinds:
+                    rows, cut = _with_parts(query, rows, info.parts)
+                    if not rows.end:
+                        return LookupResult(False, MissReason.PART_MISSING, info, shortened_by=cut)
+                reading = Reading(workshop.directory, chain, extents, query, rows)
+        except OutOfDate:
+            continue
         except Unreadable as error:
             error.metadata["namespace"] = row.namespace
             workshop.space.losses.trouble(row.namespace, error.problem)
             raise
         return Opened(row, info, reading, token_ids, cut)
+
+
+@contextlib.contextmanager
+def condemning(
+    workshop: Workshop, chain: list[PrefixRow], extents: list[ExtentRow]
+) -> Iterator[None]:
+    """Takes out what of a chain turns out to be damaged or gone while its files are opened.
+
+    Raises:
+        Corrupt: something has been taken out.
+        OutOfDate: what is damaged or gone is no longer named by the catalogue.
+    """
+    try:
+        yield
+    except (FileNotFoundError, CorruptPrefix) as error:
+        met = error if isinstance(error, CorruptPrefix) else _missing(workshop, chain, extents)
+        if met is not None and workshop.space.take_out(met):
+            raise damaged(chain[-1].namespace) from error
+        raise OutOfDate from error
 
 
 @contextlib.contextmanager
@@ -158,16 +171,18 @@ def _find(transaction: Transaction, tenant: str, query: FetchQuery) -> PrefixRow
     return row
 
 
-def take_out_missing(workshop: Workshop, chain: list[PrefixRow], extents: list[ExtentRow]) -> None:
-    """Takes out the first prefix of a chain whose file is gone."""
+def _missing(
+    workshop: Workshop, chain: list[PrefixRow], extents: list[ExtentRow]
+) -> CorruptPrefix | None:
+    """Returns the first file of a chain that is not there."""
     for row in chain:
         names = [row.file or ""]
         if row is chain[-1]:
             names += [extent.file for extent in extents]
         for path in (workshop.directory.resolve(name) for name in names if name):
             if not path.exists():
-                workshop.space.take_out(CorruptPrefix(Corrupt(f"{path} is gone"), row.id, path))
-                return
+                return CorruptPrefix(Corrupt(f"{path} is gone"), row.id, path)
+    return None
 
 
 def _with_parts(

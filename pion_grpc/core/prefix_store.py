@@ -52,7 +52,6 @@ from pion_grpc.core.values import (
 from pion_grpc.core.workshop import RowFileNames, Workshop, sync_prefixes
 from pion_grpc.errors import (
     DiskFull,
-    Evicted,
     InvalidRequest,
     LayoutDiffers,
     NotStored,
@@ -120,7 +119,7 @@ class PrefixStore:
         self.blobs = BlobStore(self.workshop)
         self.receipt = SharedReceipt(directory, self._catalog, self.ledger)
         """What all processes on the directory did together."""
-        self.exports = Exports(directory)
+        self.exports = Exports()
         """What has been checked of the files that are named to clients."""
         self.row_snapshots = RowSnapshots(self.workshop)
         self.space.bury_dead_instances()
@@ -392,26 +391,27 @@ class PrefixStore:
             As `fetch` does.
         """
         check_lease(lease_ms)
-        found = self.fetch(tenant, query)
-        if isinstance(found, LookupResult):
-            name = found.prefix.namespace if found.prefix else query.namespace
-            without = f" with the {found.shortened_by!r}" if found.shortened_by else ""
-            raise NotStored(f"{name!r} is not stored{without}", namespace=name)
-        with self.guarded(found.reading):
-            if found.prefix.state is not State.SEALED:
-                raise NotStored(
-                    f"{found.prefix.namespace!r} is live, its rows are in no segment yet: stream them",
-                    namespace=found.prefix.namespace,
-                )
-            extents = tuple(self.exports.extents(found.reading))
-            row = found.reading.chain[-1]
-            with self._catalog.write() as transaction:
-                lease = add_lease(transaction, row.id, max(lease_ms, 1))
-            if not lease:
-                raise Evicted(f"{row.namespace!r} went meanwhile", namespace=row.namespace)
-        self.ledger.restored(found.restore, exported=found.reading.total_bytes)
-        rows, cut = found.reading.rows, found.shortened_by
-        return Export(found.prefix, rows, extents, found.token_ids, lease, cut)
+        while True:
+            found = self.fetch(tenant, query)
+            if isinstance(found, LookupResult):
+                name = found.prefix.namespace if found.prefix else query.namespace
+                without = f" with the {found.shortened_by!r}" if found.shortened_by else ""
+                raise NotStored(f"{name!r} is not stored{without}", namespace=name)
+            with self.guarded(found.reading):
+                if found.prefix.state is not State.SEALED:
+                    raise NotStored(
+                        f"{found.prefix.namespace!r} is live, its rows are in no segment yet: stream "
+                        "them",
+                        namespace=found.prefix.namespace,
+                    )
+                extents = tuple(self.exports.extents(found.reading))
+                with self._catalog.write() as transaction:
+                    prefix = found.reading.chain[-1].id
+                    lease = add_lease(transaction, prefix, max(lease_ms, 1))
+            if lease:  # else it went before it could be leased: look again
+                self.ledger.restored(found.restore, exported=found.reading.total_bytes)
+                rows, cut = found.reading.rows, found.shortened_by
+                return Export(found.prefix, rows, extents, found.token_ids, lease, cut)
 
     def read_rows(
         self, tenant: str, namespace: str, slot: int, side: Side, rows: Sequence[int]

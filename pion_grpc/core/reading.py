@@ -13,6 +13,7 @@ import bisect
 import functools
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -251,6 +252,11 @@ class Reading:
             if prefix in (None, owner):
                 with naming(owner, run.file.path):
                     run.check()
+
+    def segment_status(self, prefix: int) -> os.stat_result:
+        """Returns what the system knows of the segment of a sealed prefix of the chain."""
+        (run,) = (run for run, owner in self._runs if owner == prefix)
+        return os.fstat(run.file.descriptor)
 
     def row(self, tensor_index: int, row: int) -> bytes:
         """Returns one row of a tensor that is handed out with one array; zeros beyond the end."""

@@ -249,22 +249,23 @@ class Space:
             self._ended_reservations[reservation] = prefix
         self.sweep()
 
-    def take_out(self, error: CorruptPrefix) -> None:
+    def take_out(self, error: CorruptPrefix) -> bool:
         """Takes out the prefix whose damage was met, and its descendants.
 
-        Not if it has another file by now: what was read was on its way out.
+        Returns False if it has gone, or has another file by now: what was read was on its way out.
         """
         with self._catalog.write() as transaction:
             row = transaction.by_id(error.prefix)
             if row is None:
-                return
+                return False
             name = self._directory.name_of(error.path)
             if name != row.file and name not in Extents(transaction).files(row.id):
-                return
+                return False
             self.condemn(transaction, row.id)
             self.losses.corrupt(name)
         self.losses.trouble(name, str(error))
         self.sweep()
+        return True
 
     def sweep(self) -> None:
         """Forgets what has ended, and removes the files that nobody names any more.

@@ -24,6 +24,7 @@ from pion_grpc.core.values import (
     check_number,
     check_text,
 )
+from pion_grpc.core.workshop import OutOfDate
 from pion_grpc.errors import GenerationDiffers, InvalidRequest
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.states import StateRow, States
@@ -294,7 +295,7 @@ class RecurrentStates:
                         continue
                     try:
                         reading = opened.enter_context(contextlib.closing(self.blobs.open(blob)))
-                    except FileNotFoundError:
+                    except OutOfDate:
                         break  # replaced meanwhile: look again
                     found.append(FoundState(_info(state, reading.size), state.generation, reading))
                 else:

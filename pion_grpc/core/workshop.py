@@ -19,6 +19,10 @@ from pion_grpc.storage.pages import OpenFile
 from pion_grpc.storage.transaction import PrefixRow
 
 
+class OutOfDate(Exception):
+    """What the catalogue said is no longer so, and files that it named have gone: ask it again."""
+
+
 class Workshop(NamedTuple):
     """What storing needs of the store around it."""
 

@@ -504,7 +504,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def _run_with(call: Call, keys: Any) -> Answer:
-    call.keys = keys
+    call.keys, call.held_bytes = keys, 0  # it may be run again
     try:
         return call.command.run(call)
     finally:

@@ -1,5 +1,6 @@
 """Several processes, and several threads, on one directory."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,15 +12,27 @@ from pathlib import Path
 import pytest
 
 from pion_grpc.core.declaration import Declaration, LayerSpec
+from pion_grpc.core.key_values import LargeValue
+from pion_grpc.core.keys import Keys
+from pion_grpc.core.keyspace import Keyspace, Work
+from pion_grpc.core.opening import Opened, open_prefix, within
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.sessions import Sessions
 from pion_grpc.core.storing import PrefixUpload
-from pion_grpc.core.values import Durability, FetchQuery, MissReason, Stored, WriteRowsHeader
+from pion_grpc.core.values import (
+    Durability,
+    FetchQuery,
+    MissReason,
+    RowRange,
+    Stored,
+    WriteRowsHeader,
+)
 from pion_grpc.errors import Conflict, Corrupt, Evicted, NotStored
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import Extents
 from pion_grpc.storage.files import Files
+from pion_grpc.storage.transaction import PrefixRow
 from pion_wire.layout import Side
 from tests.core.support import (
     SMALL,
@@ -339,11 +352,7 @@ def test_a_reader_sees_the_whole_old_or_the_whole_new_or_a_miss(machine: Machine
 
     def read(mine: PrefixStore) -> None:
         while not stop.is_set():
-            try:
-                rows = rows_of(mine, "p")
-            except (Evicted, Corrupt) as error:  # it went twice while it was being opened
-                seen.add(type(error).__name__)
-                continue
+            rows = rows_of(mine, "p")
             assert rows is None or rows in wholes
             seen.add("miss" if rows is None else "hit")
             result = matched(mine, contents[0])
@@ -475,6 +484,49 @@ def test_a_stream_that_is_given_up_leaves_no_file_open(machine: Machine) -> None
     fetch = opened(store, FetchQuery("p"))
     assert fetch is not None
     drain(store, fetch)
+
+
+def test_a_prefix_replaced_again_and_again_while_it_is_opened_is_not_taken_for_damaged(
+    machine: Machine,
+) -> None:
+    store, other = machine.start(), machine.start()
+    versions = [tokens(100 + number) for number in range(4)]
+    later = iter(versions[1:])
+    put(store, "p", versions[0])
+
+    def replaced_meanwhile(asked: RowRange, row: PrefixRow) -> RowRange:
+        for version in itertools.islice(later, 1):
+            put(other, "p", version, replace=True)
+        return within(asked, row)
+
+    found = open_prefix(store.workshop, TENANT, FetchQuery("p"), replaced_meanwhile)
+    assert isinstance(found, Opened)
+    found.reading.close()
+    assert found.token_ids == versions[-1]
+    assert store.totals().corrupt == other.totals().corrupt == 0
+
+
+def test_a_value_replaced_again_and_again_before_its_file_is_opened_is_read(
+    machine: Machine,
+) -> None:
+    store = machine.start()
+    keyspace, other = Keyspace(store), Keyspace(machine.start())
+    later = iter([b"b", b"c", b"d"])
+
+    def put_value(letter: bytes) -> None:
+        value = other.blobs.write(TENANT, letter * 100_000)
+        other.writing([Work(TENANT, lambda keys: keys.set(b"k", value))])
+
+    def read(keys: Keys) -> bytes:
+        value = keys.get(b"k")
+        assert isinstance(value, LargeValue)
+        for letter in itertools.islice(later, 1):
+            put_value(letter)
+            other.blobs.workshop.space.sweep()
+        return keys.read(value)
+
+    put_value(b"a")
+    assert keyspace.reading(TENANT, read) == b"d" * 100_000
 
 
 class Meanwhile(Files):

@@ -6,10 +6,11 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 
 from tests.conftest import ServerProcess
-from tests.server.wire import MODEL, Sample, Wire, eventually, layout_of
+from tests.server.wire import MODEL, Sample, Wire, eventually, layout_of, refusal
 
 pytestmark = pytest.mark.faults
 
@@ -34,6 +35,7 @@ def churn(start_server: Any, cycles: int) -> None:
                 match = wire.call("Match", model_id=MODEL, token_ids=sample.token_ids, lease_ms=0)
                 assert match.served_tokens in (0, sample.token_count)
                 assert wire.lookup("churn/one").reason in (0, 1), "there, or not"
+                assert exported(wire) in ("", "NOT_STORED")
                 got = wire.fetch("churn/one")
                 if got.header.found:
                     assert got.tensors == WHOLE[got.header.token_ids]
@@ -69,6 +71,15 @@ def churn(start_server: Any, cycles: int) -> None:
         assert wire.call("Describe").corrupt_count == 0
     assert server.stop() == 0
     assert not [entry for entry in server.log if entry["level"] != "info"]
+
+
+def exported(wire: Wire) -> str:
+    """Returns why the prefix is not exported; nothing if it is."""
+    try:
+        wire.call("Export", namespace="churn/one", lease_ms=1)
+    except grpc.RpcError as error:
+        return refusal(error).reason
+    return ""
 
 
 def disk_bytes(server: ServerProcess) -> int:

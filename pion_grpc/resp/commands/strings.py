@@ -3,6 +3,7 @@
 from pion_grpc.core.key_values import LargeValue, Value
 from pion_grpc.core.keys import STRING_BYTES_MAX
 from pion_grpc.core.numbers import parse_float
+from pion_grpc.core.workshop import OutOfDate
 from pion_grpc.resp.command import (
     Answer,
     Call,
@@ -186,7 +187,7 @@ def _reply(call: Call, value: Value | None) -> Answer:
         return _small(call, value)
     try:
         reading = call.services.keyspace.open(value)
-    except FileNotFoundError:
+    except OutOfDate:
         # Replaced between the look-up and now: the reply to a GET just after that.
         current = call.services.keyspace.reading(call.tenant, lambda keys: keys.get(call.raw(0)))
         return _reply(call, current)
