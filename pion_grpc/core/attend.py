@@ -165,6 +165,17 @@ class Attend:
             OverBudget: it would not fit with everything else gone.
             Corrupt: a page of it is damaged.
         """
+        entries, slots = self._load_prefix(tenant, session, source)
+        size = sum(entry.resident.nbytes for entry in entries.values())
+        return Warmed(len(entries), len(slots) - len(entries), size)
+
+    def _load_prefix(
+        self, tenant: str, session: str, source: Source, cold: _Record | None = None
+    ) -> tuple[dict[Key, _Entry], set[int]]:
+        """Returns the entries made of a prefix, and its layers; raises as `store_prefix` does.
+
+        With `cold` they become resident only in the place of that record.
+        """
         check_layer_count(len(source.layers))
         for layer in (0, *source.layers):
             check_key(Key(tenant, session, layer))
@@ -190,9 +201,7 @@ class Attend:
                 Key(tenant, session, layer.layer): layer for layer in _layers(reading, source)
             }
             with self._turn(tenant, session):
-                entries = self._load_missing(reading, origin, layers)
-        size = sum(entry.resident.nbytes for entry in entries.values())
-        return Warmed(len(entries), len(slots) - len(entries), size)
+                return self._load_missing(reading, origin, layers, cold), slots
 
     # -- asking
 
@@ -302,28 +311,31 @@ class Attend:
                 layer=key.layer,
             )
         if warm and record.origin is not None:
-            return self._warm(key, record.shape, record.origin)
+            return self._warm(key, record, record.origin)
         raise _cold(key, "make it so")
 
-    def _warm(self, key: Key, shape: Shape, origin: _Origin) -> Resident:
-        """Makes a cold entry resident again, from exactly the rows that it was made of."""
+    def _warm(self, key: Key, record: _Record, origin: _Origin) -> Resident:
+        """Makes a cold entry resident again, from exactly the rows that it was made of.
+
+        What has been stored in its place meanwhile stays there, and what was dropped stays dropped.
+        """
+        shape = record.shape
         layers = frozenset({key.layer})
         # It may have been appended to: the entry was made of the rows that there were.
         source = Source(
             origin.namespace, shape.heads, shape.head_dim, layers, origin.generation, shape.rows
         )
         try:
-            self.store_prefix(key.tenant, key.session, source)
+            entries, _ = self._load_prefix(key.tenant, key.session, source, record)
         except (NotStored, GenerationDiffers) as error:
             raise _cold(key, f"its rows are not stored any more ({error})") from error
-        with self._lock:
-            entry = self._entries.get(key)
+        entry = entries.get(key)  # others may have pushed it out again: it answers all the same
         if entry is None or entry.shape != shape:
             raise _cold(key, "its rows are not stored any more")
         return entry.resident
 
     def _load_missing(
-        self, reading: Reading, origin: _Origin, layers: dict[Key, _Layer]
+        self, reading: Reading, origin: _Origin, layers: dict[Key, _Layer], cold: _Record | None
     ) -> dict[Key, _Entry]:
         """Makes layers of an opened prefix resident; reads those only that are not."""
         self._room.check_fits([layer.shape for layer in layers.values()])
@@ -340,7 +352,7 @@ class Attend:
                 k = self._rows(reading, layer.k, layer.shape, "k")
                 v = self._rows(reading, layer.v, layer.shape, "v")
                 entries[key] = _Entry(self._load(k, v), origin)
-            self._admit(entries)
+            self._admit(entries, cold)
         return entries
 
     @contextlib.contextmanager
@@ -381,10 +393,16 @@ class Attend:
         except QueryError as error:
             raise InvalidRequest(error.field, error.reason) from error
 
-    def _admit(self, entries: dict[Key, _Entry]) -> None:
-        """Makes entries the most recently used ones, and pushes out what does not fit beside them."""
+    def _admit(self, entries: dict[Key, _Entry], cold: _Record | None = None) -> None:
+        """Makes entries the most recently used ones, and pushes out what does not fit beside them.
+
+        With `cold` only those that are resident already, or in the place of that record.
+        """
         with self._lock:
             for key, entry in entries.items():
+                there = self._entries.get(key)
+                if cold is not None and there is not entry and self._cold.get(key) != cold:
+                    continue
                 old = self._entries.pop(key, None)
                 self._bytes += entry.resident.nbytes - (old.resident.nbytes if old else 0)
                 self._entries[key] = entry

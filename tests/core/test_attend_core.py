@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,9 @@ from pion_grpc.core.attend import Attend
 from pion_grpc.core.attend_query import Ask, BlockChoice, IndexBytes, SuffixBytes
 from pion_grpc.core.attend_values import EntryState, Key, Shape, Source, Warmed
 from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.reading import Reading
 from pion_grpc.core.storing import PrefixUpload
-from pion_grpc.core.values import StoreHeader, WriteRowsHeader
+from pion_grpc.core.values import FetchQuery, StoreHeader, WriteRowsHeader
 from pion_grpc.errors import (
     ChecksumMismatch,
     Cold,
@@ -876,6 +877,64 @@ def test_a_prefix_that_has_changed_does_not_answer_for_what_it_was(
     assert states(attend, "s") == [COLD, COLD]
     attend.store_prefix("", "s", Source("p"))
     assert_answers(attend, "s", changed)
+
+
+class Restless:
+    """A store in which something happens once a prefix has been opened, or once it has been read."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
+        self.opened: Callable[[], object] = bool
+        self.read: Callable[[], object] = bool
+
+    def open_rows(self, tenant: str, query: FetchQuery) -> Reading | None:
+        reading = self._store.open_rows(tenant, query)
+        self.opened()
+        return reading
+
+    @contextlib.contextmanager
+    def guarded(self, reading: Reading) -> Iterator[None]:
+        with self._store.guarded(reading):
+            yield
+        self.read()
+
+
+@pytest.fixture
+def restless(store: PrefixStore) -> tuple[Attend, Restless, Rows]:
+    """Room for one layer; that of session `s`, from prefix `p`, has just gone cold."""
+    rows = put(store, "p", random_rows("p", 1))
+    world = Restless(store)
+    attend = Attend(create("numpy"), cast(PrefixStore, world), 2 * rows[0][0].nbytes)
+    attend.store_prefix("", "s", Source("p"))
+    upload(attend, "o", random_rows("others", 1))
+    assert states(attend, "s", 1) == [COLD]
+    return attend, world, rows
+
+
+def test_an_entry_that_others_push_out_once_it_is_warm_answers_all_the_same(
+    restless: tuple[Attend, Restless, Rows],
+) -> None:
+    attend, world, rows = restless
+    world.read = lambda: upload(attend, "o", random_rows("others", 1))
+    ask = question()
+    assert_right(attend.ask(Key("", "s", 0), ask, warm=True), ask, rows[0])
+    assert states(attend, "s", 1) == [COLD]
+
+
+def test_warming_does_not_bring_back_what_was_stored_over_or_dropped_meanwhile(
+    restless: tuple[Attend, Restless, Rows],
+) -> None:
+    attend, world, rows = restless
+    newer, ask = random_rows("newer", 1), question()
+    world.opened = lambda: upload(attend, "s", newer)
+    assert_right(attend.ask(Key("", "s", 0), ask, warm=True), ask, rows[0])
+    assert_right(attend.ask(Key("", "s", 0), ask), ask, newer[0])
+    world.opened = bool
+    attend.store_prefix("", "s", Source("p"))
+    upload(attend, "o", random_rows("others", 1))
+    world.opened = lambda: attend.drop("", "s")
+    assert_right(attend.ask(Key("", "s", 0), ask, warm=True), ask, rows[0])
+    assert states(attend, "s", 1) == [MISSING]
 
 
 def test_a_dropped_prefix_does_not_answer_for_its_cold_entries(
