@@ -215,6 +215,8 @@ def _remaining(prefix: PrefixRow, kept: list[ExtentRow]) -> tuple[Layout, list[i
         layout = Layout(tuple(there))
     counts = {tensor.key: in_file.get(tensor, 0) for tensor in layout.tensors}
     for extent in kept:
+        if extent.tensor not in counts:
+            continue  # a hole over what the segment still has of a side that went
         first = extent.first_row - prefix.base
         # A hole stands where rows were cut off.
         end = max(counts[extent.tensor], first + extent.row_count) if extent.file else first

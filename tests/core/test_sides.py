@@ -1,5 +1,7 @@
 """Prefixes that grow layer by layer, and lose a side, beside those that never change."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -16,11 +18,13 @@ from tests.core.support import (
     assert_truth,
     look,
     matched,
+    power_cut_machine,
     put,
     rows_of,
     stray_files,
     tokens,
     truth,
+    write,
 )
 
 FULL = tokens(200)
@@ -98,6 +102,22 @@ def test_a_side_that_goes_takes_no_rows_from_children(store: PrefixStore) -> Non
     store.save(None, [])
     assert_truth(store, "c", child, KEYS)
     assert matched(store, child).matched_tokens == 240
+
+
+def test_a_side_that_went_keeps_no_power_cut_from_being_recovered_from(tmp_path: Path) -> None:
+    machine = power_cut_machine(tmp_path / "data")
+    store = machine.start()
+    put(store, "p", FULL, layout=KEYS)
+    add_layer(store, "p", 0, HALVES)
+    store.save(TENANT, ["p"])
+    forget_sides(store)
+    write(store, "p", 200, b"x" * 48)
+    with store.workshop.catalog.write(on_disk=True):
+        pass  # the names of those rows are on the disk, and they are not
+    again = machine.cut_power(tmp_path / "after")
+    assert rows_of(again.start(), "p") == truth(KEYS, FULL)
+    again.close()
+    machine.close()
 
 
 def test_a_side_that_went_is_not_read_again_when_it_is_declared_anew(store: PrefixStore) -> None:
