@@ -24,6 +24,8 @@ from pion_client.errors import (
     OverBudget,
     Unavailable,
 )
+from pion_client.residency import AttendByNamespace, Residency
+from pion_client.values import Lookup
 from pion_grpc.backends import Dense, Fused, Query, Sparse, SparseAuto, SparseAutoFused
 from pion_grpc.backends.reference import attend as reference
 from pion_wire.softmax import merge
@@ -210,6 +212,42 @@ def test_what_is_said_of_entries_is_true(client: Client) -> None:
     with pytest.raises(NotStored) as caught:
         client.attend_query("entries", 1, normal("q", 2, 1, 16))
     assert caught.value.reason == "MISSING"
+
+
+class Between(Client):
+    """A client beside which something happens, twice, once it was told what a name means."""
+
+    happens: Iterator[Callable[[], object]] = iter(())
+
+    def lookup(self, namespace: str, **options: Any) -> Lookup:
+        found = super().lookup(namespace, **options)
+        next(self.happens, bool)()
+        return found
+
+
+class ByNamespace(AttendByNamespace):
+    """Attention by namespace, of no model."""
+
+    def __init__(self, client: Client) -> None:
+        self._client, self.residency = client, Residency(client)
+
+
+def test_a_name_that_is_taken_anew_before_its_rows_are_resident_means_the_new_ones(
+    server: ServerProcess, client: Client
+) -> None:
+    def replace() -> None:
+        layers = [(V[:, :40], K[:, :40])] * 2
+        client.store("taken", layers=layers, token_ids=IDS, model="m", replace=True)
+
+    store_prefix(client, "taken")
+    q = normal("taken", 2, 1, 16)
+    with Between(server.address) as between:
+        between.happens = iter([replace] * 2)
+        got = ByNamespace(between).attend_query("taken", 1, q)
+        want = reference(V[:, :40], K[:, :40], Dense(q=q)).out
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+        between.happens = iter([replace] * 2)
+        assert ByNamespace(between).warm("taken") == 2
 
 
 def test_rows_of_another_generation_are_not_made_resident(client: Client) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from pion_client.attend import Answer, AttendState, Query
 from pion_client.caches import Rows
 from pion_client.client import Client
-from pion_client.errors import Cold, NotStored, PionError
+from pion_client.errors import Cold, GenerationDiffers, NotStored, PionError
 from pion_client.values import Array, PrefixInfo
 from pion_wire.blocks import make_namespace
 from pion_wire.layout import Side
@@ -337,11 +337,30 @@ class AttendByNamespace:
             NotStored: there is no such prefix.
             As `Client.warm` does.
         """
-        prefix = self._stored(namespace)
-        if prefix is None:
+
+        def layers(prefix: PrefixInfo) -> int:
+            self.residency.ensure(prefix)
+            return len({tensor.slot for tensor in prefix.layout.tensors})
+
+        warmed = self._of_stored(namespace, layers)
+        if warmed is None:
             raise NotStored(f"{namespace!r} is not stored, or has no rows")
-        self.residency.ensure(prefix)
-        return len({tensor.slot for tensor in prefix.layout.tensors})
+        return warmed
+
+    def _of_stored(self, namespace: str, use: Callable[[PrefixInfo], T]) -> T | None:
+        """Returns what is made of what a name means; None if it means nothing.
+
+        If something else has taken the name meanwhile, it is that.
+        """
+        refused = 0
+        while (prefix := self._stored(namespace)) is not None:
+            try:
+                return use(prefix)
+            except GenerationDiffers:
+                if prefix.generation == refused:
+                    raise
+                refused = prefix.generation
+        return None
 
     def _stored(self, namespace: str) -> PrefixInfo | None:
         found = self._client.lookup(namespace)
@@ -349,14 +368,17 @@ class AttendByNamespace:
 
     def _asked(self, method: str, namespace: str, layer: int, *given: Any, **options: Any) -> Any:
         ask = functools.partial(getattr(self._client, method), **options)
+
+        def of(prefix: PrefixInfo) -> Any:
+            session = self.residency.session(prefix)
+            return self.residency.asked(session, lambda: ask(session.name, layer, *given))
+
         uploaded = self.residency.is_uploaded(namespace, layer)
-        prefix = None if uploaded else self._stored(namespace)
-        if prefix is None:  # nobody but who uploaded them has these rows
+        answer = None if uploaded else self._of_stored(namespace, of)
+        if answer is None:  # nobody but who uploaded them has these rows
             answer = ask(session_name(namespace), layer, *given)
             self.residency.lane = self._client.attend_lane
-            return answer
-        session = self.residency.session(prefix)
-        return self.residency.asked(session, lambda: ask(session.name, layer, *given))
+        return answer
 
     def _array(
         self, method: str, namespace: str, layer: int, *given: Any, **options: Any
