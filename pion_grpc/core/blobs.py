@@ -133,16 +133,19 @@ class BlobStore:
             writer.abandon()
             raise
 
-    def write_inside(self, transaction: Transaction, tenant: str, data: bytes) -> int:
+    def write_inside(
+        self, transaction: Transaction, tenant: str, data: bytes, names: list[str]
+    ) -> int:
         """Writes and names a value inside its owner's transaction; for values that are computed there.
+
+        Its file is added to `names`, for `remove_unnamed`.
 
         Raises:
             OverBudget, OverQuota, DiskFull: there is no room.
         """
         reservation = self.workshop.space.reserve(transaction, tenant, len(data))
-        file = RowFile(
-            self.workshop.files, self.workshop.directory.resolve(name := self.new_name())
-        )
+        names.append(name := self.new_name())
+        file = RowFile(self.workshop.files, self.workshop.directory.resolve(name))
         try:
             file.write(data)
             checksums = file.finish(on_disk=False)
@@ -150,6 +153,15 @@ class BlobStore:
             file.close()
         Accounts(transaction).release(reservation)
         return Blobs(transaction).add(tenant, name, len(data), checksums, self.workshop.boot)
+
+    def remove_unnamed(self, names: Sequence[str]) -> None:
+        """Removes what was written inside a transaction and undone with it; call it after that."""
+        if not names:
+            return
+        with self.workshop.catalog.read() as transaction:
+            unnamed = [name for name in names if not Blobs(transaction).is_named(name)]
+        for name in unnamed:
+            self.workshop.files.unlink(self.workshop.directory.resolve(name))
 
     def publish(self, transaction: Transaction, written: WrittenBlob) -> int:
         """Names a value inside its owner's transaction, and returns its id."""
@@ -178,40 +190,34 @@ class BlobStore:
             Corrupt: it is damaged, or its file is gone; it has been taken out.
         """
         try:
-            file = OpenFile(self.workshop.directory.resolve(blob.file))
-        except FileNotFoundError as error:
-            with self.workshop.catalog.read() as transaction:
-                replaced = Blobs(transaction).get(blob.id) is None
-            if replaced:
-                raise OutOfDate from error
-            raise self.condemned(blob, f"{blob.file} is gone") from error
-        except Unreadable as error:
-            self.workshop.space.losses.trouble(blob.file, error.problem)
-            raise
-        try:
-            run = blob.run_of(file)
-            if blob.boot not in (None, self.workshop.boot):
-                run.check()
+            return BlobReading(self, blob, self._opened(blob))
         except Corrupt as error:
-            file.close()
             raise self.condemned(blob, str(error)) from error
-        except BaseException:
-            file.close()
-            raise
-        return BlobReading(self, blob, run)
+
+    def read_inside(self, blob: BlobRow) -> bytes:
+        """Returns a value inside a transaction, which may be a writing one: `sweep` after it.
+
+        Raises:
+            OutOfDate: it was replaced meanwhile.
+            Corrupt: it is damaged, or its file is gone; the sweep takes it out.
+        """
+        try:
+            run = self._opened(blob)
+            try:
+                return b"".join(run.chunks(0, run.size, 1))
+            finally:
+                run.file.close()
+        except Corrupt as error:
+            raise self._to_be_taken_out(blob, str(error)) from error
 
     def condemned(self, blob: BlobRow, problem: str) -> Corrupt:
         """Takes a damaged value out: whoever asks next finds nothing. Returns the error for who asked.
 
         It names the value; what its file is called is for the log alone.
         """
-        with self.workshop.catalog.write() as transaction:
-            owner = Blobs(transaction).condemn(blob.id)
-        self.workshop.space.losses.trouble(blob.file, problem)
+        error = self._to_be_taken_out(blob, problem)
         self.workshop.space.sweep()
-        return Corrupt(
-            f"{owner} is damaged and has been taken out: a checksum differs, or bytes are missing"
-        )
+        return error
 
     def sync(self) -> None:
         """Brings every published value to stable storage; one that is gone meanwhile is left out."""
@@ -236,14 +242,45 @@ class BlobStore:
         return f"blobs/{self.workshop.directory.instance}-{next(self._serial)}{suffix}"
 
     def release(self, reservation: int) -> None:
-        """Ends a reservation."""
-        with self.workshop.catalog.write() as transaction:
-            Accounts(transaction).release(reservation)
+        """Ends a reservation; on a full disk the next sweep that can does."""
+        self.workshop.space.end_reservation(reservation)
 
     def discard(self, file: str, reservation: int) -> None:
         """Removes a file that nothing names, and ends its reservation."""
         self.workshop.files.unlink(self.workshop.directory.resolve(file))
         self.release(reservation)
+
+    def _opened(self, blob: BlobRow) -> CheckedRun:
+        """Opens a value; raises as `open` does, and a Corrupt that names the file."""
+        try:
+            file = OpenFile(self.workshop.directory.resolve(blob.file))
+        except FileNotFoundError as error:
+            with self.workshop.catalog.read() as transaction:
+                replaced = Blobs(transaction).get(blob.id) is None
+            if replaced:
+                raise OutOfDate from error
+            raise Corrupt(f"{blob.file} is gone") from error
+        except Unreadable as error:
+            self.workshop.space.losses.trouble(blob.file, error.problem)
+            raise
+        try:
+            run = blob.run_of(file)
+            if blob.boot not in (None, self.workshop.boot):
+                run.check()
+        except BaseException:
+            file.close()
+            raise
+        return run
+
+    def _to_be_taken_out(self, blob: BlobRow, problem: str) -> Corrupt:
+        """Leaves a damaged value to the next sweep, and returns the error for who asked."""
+        with self.workshop.catalog.read() as transaction:
+            owner = Blobs(transaction).owner(blob.id)
+        self.workshop.space.losses.trouble(blob.file, problem)
+        self.workshop.space.end_blob(blob.id)
+        return Corrupt(
+            f"{owner} is damaged and has been taken out: a checksum differs, or bytes are missing"
+        )
 
     def _synced(self, blob: BlobRow) -> bool:
         try:

@@ -42,10 +42,13 @@ class Keys:
         blobs: BlobStore,
         now_unix_ms: int,
         make_room: Callable[[int], None] = lambda size: None,
+        files: list[str] | None = None,
     ) -> None:
+        """`files` gets the names of those that are written here: see `BlobStore.remove_unnamed`."""
         self.now_unix_ms = now_unix_ms
         self.make_room = make_room
         """Call it before keys grow by more bytes than a request has; refuses where they do not fit."""
+        self._files = [] if files is None else files
         self._transaction = transaction
         self._table = KeyTable(transaction, tenant, now_unix_ms)
         self._blobs = blobs
@@ -184,11 +187,7 @@ class Keys:
         """Returns all bytes of a large value."""
         row = Blobs(self._transaction).get(value.blob)
         assert row is not None, "a value outlives the transaction that found it"
-        reading = self._blobs.open(row)
-        try:
-            return b"".join(reading.pieces())
-        finally:
-            reading.close()
+        return self._blobs.read_inside(row)
 
     def append(self, name: bytes, more: bytes) -> int:
         """Puts bytes at the end of a string, and returns its new length."""
@@ -505,7 +504,7 @@ class Keys:
         if isinstance(value, WrittenBlob):
             blob = self._blobs.publish(self._transaction, value)
         elif len(value) > INLINE_BYTES_MAX:
-            blob = self._blobs.write_inside(self._transaction, self.tenant, value)
+            blob = self._blobs.write_inside(self._transaction, self.tenant, value, self._files)
         inline = value if isinstance(value, bytes) and blob is None else None
         self._table.put_string(name, inline, blob, expires_unix_ms)
 

@@ -23,7 +23,7 @@ from pion_grpc.core.keys import Keys
 from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.space import FREE_BYTES_MAX
 from pion_grpc.core.workshop import OutOfDate, Workshop
-from pion_grpc.errors import OverBudget, OverQuota, PionError
+from pion_grpc.errors import Corrupt, OverBudget, OverQuota, PionError
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.keyspace import KeyTable, expired
@@ -63,12 +63,16 @@ class Keyspace:
 
         It is run again if a large value was replaced before its file could be opened.
         """
-        while True:
-            with (
-                contextlib.suppress(OutOfDate),
-                self._workshop.catalog.read() as transaction,
-            ):
-                return run(Keys(transaction, tenant, self.blobs, unix_ms()))
+        try:
+            while True:
+                with (
+                    contextlib.suppress(OutOfDate),
+                    self._workshop.catalog.read() as transaction,
+                ):
+                    return run(Keys(transaction, tenant, self.blobs, unix_ms()))
+        except Corrupt:
+            self._workshop.space.sweep()
+            raise
 
     def writing(self, batch: Sequence[Work]) -> list[Outcome]:
         """Does all work of a batch, in order, and returns when it is committed.
@@ -77,6 +81,7 @@ class Keyspace:
         changed nothing then.
         """
         outcomes: list[Outcome] = []
+        files: list[str] = []
         removing = not any(work.grows_bytes for work in batch)
         try:
             with self._workshop.catalog.write(removing=removing) as transaction:
@@ -93,10 +98,14 @@ class Keyspace:
                             outcomes.append(error)
                             continue
                     make_room = functools.partial(growth.make_room, work.tenant)
-                    keys = Keys(transaction, work.tenant, self.blobs, now, make_room)
+                    keys = Keys(transaction, work.tenant, self.blobs, now, make_room, files)
                     outcomes.append(_attempt(transaction, work, keys))
         except PionError as error:  # the commit failed: nothing of it happened
-            return [error] * len(batch)
+            outcomes = [error] * len(batch)
+        finally:
+            self.blobs.remove_unnamed(files)
+            if self._workshop.space.has_damaged_blobs:
+                self._workshop.space.sweep()
         return outcomes
 
     def open(self, value: LargeValue) -> BlobReading:

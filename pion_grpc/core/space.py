@@ -20,6 +20,7 @@ from pion_grpc.core.receipt import leave_behind
 from pion_grpc.core.uses import Uses
 from pion_grpc.errors import DiskFull, OverBudget, OverQuota
 from pion_grpc.storage.accounts import Accounts
+from pion_grpc.storage.blobs import Blobs
 from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.directory import DataDirectory
@@ -61,6 +62,7 @@ class Space:
         self._foreign_bytes = 0
         self._ended_stores: set[int] = set()
         self._ended_reservations: dict[int, int] = {}
+        self._damaged_blobs: set[int] = set()
 
     def used_bytes(self, transaction: Transaction) -> int:
         """Returns the bytes of every file of the directory, reservations included."""
@@ -243,11 +245,21 @@ class Space:
             self._ended_stores.add(prefix)
         self.sweep()
 
-    def end_reservation(self, reservation: int, prefix: int) -> None:
-        """Gives back the bytes that were reserved for rows of a live prefix."""
+    def end_reservation(self, reservation: int, prefix: int = 0) -> None:
+        """Gives back the bytes that were reserved, for rows of a live prefix if one is named."""
         with self._lock:
             self._ended_reservations[reservation] = prefix
         self.sweep()
+
+    def end_blob(self, blob: int) -> None:
+        """Leaves a damaged value to the next sweep: whoever met it may be inside a transaction."""
+        with self._lock:
+            self._damaged_blobs.add(blob)
+
+    @property
+    def has_damaged_blobs(self) -> bool:
+        """Whether the next sweep takes out a damaged value."""
+        return bool(self._damaged_blobs)
 
     def take_out(self, error: CorruptPrefix) -> bool:
         """Takes out the prefix whose damage was met, and its descendants.
@@ -302,7 +314,8 @@ class Space:
         with self._lock:
             stores, self._ended_stores = self._ended_stores, set()
             reservations, self._ended_reservations = self._ended_reservations, {}
-        if not stores and not reservations:
+            blobs, self._damaged_blobs = self._damaged_blobs, set()
+        if not stores and not reservations and not blobs:
             return
         try:
             with self._catalog.write() as transaction:
@@ -314,10 +327,13 @@ class Space:
                 for reservation, prefix in reservations.items():
                     if Accounts(transaction).release(reservation):
                         self.collect(transaction, prefix)
+                for blob in blobs:
+                    Blobs(transaction).condemn(blob)
         except BaseException:
             with self._lock:
                 self._ended_stores |= stores
                 self._ended_reservations |= reservations
+                self._damaged_blobs |= blobs
             raise
 
     def bury_dead_instances(self) -> None:

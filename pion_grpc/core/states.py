@@ -238,10 +238,10 @@ class RecurrentStates:
         upload = self.begin(tenant, session, layer, StateInfo(len(data)))
         try:
             upload.write_whole(data)
+            return upload.publish()
         except BaseException:
             upload.abandon()
             raise
-        return upload.publish()
 
     def open(self, tenant: str, session: str, layer: int) -> FoundState | None:
         """Opens a value; None if it is not stored. Raises as `opened` does."""

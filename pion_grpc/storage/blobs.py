@@ -144,20 +144,20 @@ class Blobs:
         """Makes garbage of the files that were kept by a lease only, and are not any more."""
         self._transaction.run(f"DELETE FROM blob WHERE removed AND NOT {LEASED}")
 
-    def condemn(self, blob: int) -> str:
-        """Takes a damaged blob away, and whatever it is the value of; returns words for that."""
-        keys = self._transaction.all(
-            "DELETE FROM key WHERE blob = ? RETURNING substr(name, 1, 64)", (blob,)
-        )
-        states = self._transaction.all(
-            "DELETE FROM state WHERE blob = ? RETURNING layer, session", (blob,)
-        )
-        self._transaction.run("DELETE FROM blob WHERE id = ?", (blob,))
+    def owner(self, blob: int) -> str:
+        """Returns words for what a blob is the value of."""
+        keys = self._transaction.all("SELECT substr(name, 1, 64) FROM key WHERE blob = ?", (blob,))
         for (name,) in keys:
             return f"the value of key {bytes(name).decode(errors='backslashreplace')!r}"
+        states = self._transaction.all("SELECT layer, session FROM state WHERE blob = ?", (blob,))
         for layer, session in states:
             return f"layer {layer} of {session!r}"
         return "a value that was replaced meanwhile"
+
+    def condemn(self, blob: int) -> None:
+        """Takes a damaged blob away, and whatever it is the value of."""
+        for table, column in (("key", "blob"), ("state", "blob"), ("blob", "id")):
+            self._transaction.run(f"DELETE FROM {table} WHERE {column} = ?", (blob,))
 
     def unsynced(self) -> list[BlobRow]:
         """Returns what would not survive a power cut."""

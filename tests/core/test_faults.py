@@ -1,5 +1,6 @@
 """Damaged files and full disks: an error or a miss, never a wrong byte, and nothing else is lost."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pion_grpc.core.prefix_store import PrefixStore
+from pion_grpc.core.states import RecurrentStates
 from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import Durability, FetchQuery, MissReason
 from pion_grpc.errors import CannotStart, Corrupt, DiskFull, NotStored, PionError
@@ -409,6 +411,27 @@ def test_a_save_on_a_full_disk_leaves_the_rows_where_they_are(
     assert failed > 10
     assert rows_of(store, name) == {0: rows, 1: rows}
     assert list(store.directory.rows.iterdir()) == []
+
+
+def test_a_state_on_a_full_disk_leaves_nothing(store: PrefixStore, machine: Machine) -> None:
+    states, files = RecurrentStates(store), machine.files
+    assert isinstance(files, PowerCut)
+    failed = 0
+    for room in itertools.count(99_900, 30):  # from the last of its bytes on
+        files.fail_after_bytes = files.written_bytes + room
+        try:
+            states.store(TENANT, "s", 0, bytes(100_000))
+        except DiskFull:
+            failed += 1
+            files.fail_after_bytes = None
+            store.tick()
+            assert list(store.directory.blobs.iterdir()) == []
+            with store.workshop.catalog.read() as transaction:
+                assert Accounts(transaction).usage() == 0
+        else:
+            files.fail_after_bytes = None
+            break
+    assert failed > 10
 
 
 def test_a_full_disk_does_not_stop_reading(machine: Machine, store: PrefixStore) -> None:
