@@ -57,6 +57,8 @@ class SessionInfo:
 
     number: int
     """Its own among all sessions."""
+    generation: int
+    """Of its prefix."""
     declaration: Declaration | None
     """None: stored over gRPC, where the layout says everything."""
     layers: tuple[LayerInfo, ...]

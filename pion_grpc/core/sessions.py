@@ -11,6 +11,7 @@ view of a prefix, so both wires see the same rows, and what holds for prefixes (
 durability) holds for sessions.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -97,11 +98,12 @@ class Sessions:
         with self._catalog.write() as transaction:
             row = self._found_or_new(transaction, tenant, namespace)
             existing = _sides(transaction, row)
+            names = "".join(side.value for side in declarations)
             # What exists is used before anything is declared that it might have to go for.
-            transaction.stamp([(row.id, "".join(side.value for side in declarations))])
+            transaction.stamp([(row.id, names)])
             for side, declaration in declarations.items():
                 if side not in existing:
-                    self._declare(transaction, row.id, side, declaration)
+                    self._declare(transaction, row.id, side, declaration, names)
                 else:
                     _check_same_by_name(transaction, row, side, declaration)
             if table is not None:
@@ -126,7 +128,7 @@ class Sessions:
             row = self._found_or_new(transaction, tenant, namespace)
             transaction.stamp([(row.id, side.value)])
             if side not in _sides(transaction, row):
-                self._declare(transaction, row.id, side, declaration)
+                self._declare(transaction, row.id, side, declaration, side.value)
             else:
                 _check_same_by_name(transaction, row, side, declaration)
                 known = Sides(transaction).of(row.id).get(side)
@@ -232,7 +234,7 @@ class Sessions:
             if tensor.side is side
         )
         declaration = Declaration.from_json(declared) if declared else None
-        return SessionInfo(_number(row.id, side), declaration, layers)
+        return SessionInfo(_number(row.id, side), row.generation, declaration, layers)
 
     def totals(self) -> SessionTotals:
         """Counts the sessions of all tenants that were declared, not those of gRPC."""
@@ -304,10 +306,10 @@ class Sessions:
             if len(rows) != expected:
                 raise WrongSize(len(rows), expected)
             upload.write_arrays(_encoded(tensor, rows, dtype))
+            upload.publish()
         except BaseException:
             upload.abandon()
             raise
-        upload.publish()
 
     def open(
         self, tenant: str, sid: str, layers: Sequence[int] = (), *, halves: bool = False
@@ -320,9 +322,6 @@ class Sessions:
             NotStored: there is no such session.
             Corrupt: a file is damaged; the prefix has been taken out.
         """
-        info = self.info(tenant, sid)
-        if info is None:
-            raise NotStored(f"{sid!r} is not stored", namespace=sid)
         namespace, side = SessionName.of(sid)
         query = FetchQuery(
             namespace,
@@ -331,11 +330,20 @@ class Sessions:
             raw_types=frozenset({DType.F16} if halves else ()),
             sides=frozenset({side}),
         )
-        reading = self._store.open_rows(tenant, query)
-        if reading is None or not reading.tensors:
-            if reading is not None:
-                reading.close()
-            self._workshop.space.uses.note(info.number // 2, side.value)
+        while True:
+            info = self.info(tenant, sid)
+            if info is None:
+                raise NotStored(f"{sid!r} is not stored", namespace=sid)
+            reading = self._store.open_rows(tenant, query)
+            if reading is None:
+                self._workshop.space.uses.note(info.number // 2, side.value)
+                return None
+            row = reading.chain[-1]
+            if (row.id, row.generation) == (info.number // 2, info.generation):
+                break
+            reading.close()  # the name was taken anew meanwhile: its layers are not these
+        if not reading.tensors:
+            reading.close()
             return None
         return SessionReading(self._store, reading, info.layer_count)
 
@@ -381,16 +389,23 @@ class Sessions:
         return row
 
     def _declare(
-        self, transaction: Transaction, prefix: int, side: Side, declaration: Declaration
+        self,
+        transaction: Transaction,
+        prefix: int,
+        side: Side,
+        declaration: Declaration,
+        kept_sides: str,
     ) -> None:
+        """Declares a side; if there are too many then, others go, but none of those kept."""
         sides = Sides(transaction)
         sides.add(prefix, side, declaration.to_json())
         sides.count_records(1)
         if self.sides_max and sides.count() > self.sides_max:
             self._workshop.space.uses.gather(transaction)
         while self.sides_max and sides.count() > self.sides_max:
-            victim = sides.least_used()
-            assert victim is not None
+            victim = sides.least_used(prefix, kept_sides)
+            if victim is None:
+                return  # the others are all being written to: the next declaration makes room
             row = transaction.by_id(victim.prefix)
             assert row is not None, "sides go with their prefix"
             self._take_out(transaction, row, Side(victim.side))
@@ -435,11 +450,11 @@ class Sessions:
 
     def _discard_files(self, transaction: Transaction, row: PrefixRow, before: set[str]) -> int:
         """Marks row files that hold nothing any more for removal; returns their bytes."""
-        if Accounts(transaction).is_reserved(row.id):
-            return 0  # somebody is appending to one of them
         freed = 0
         for name in before - set(Extents(transaction).files(row.id)) - {""}:
-            size = os.stat(self._store.directory.resolve(name)).st_size
+            size = 0
+            with contextlib.suppress(FileNotFoundError):
+                size = os.stat(self._store.directory.resolve(name)).st_size
             Accounts(transaction).add_garbage(name, size)
             freed += size
         return freed

@@ -122,10 +122,16 @@ class Sides:
         """Returns how many are declared, of all tenants."""
         return int(self._transaction.all("SELECT count(*) FROM side")[0][0])
 
-    def least_used(self) -> SideRow | None:
-        """Returns the side that was not used for longest."""
+    def least_used(self, prefix: int, sides: str) -> SideRow | None:
+        """Returns the side that was not used for longest, and may go.
+
+        None of these of a prefix, and none of a prefix that somebody is writing to.
+        """
         rows = self._transaction.all(
-            "SELECT prefix, side, declared FROM side ORDER BY last_use LIMIT 1", ()
+            "SELECT prefix, side, declared FROM side WHERE NOT (prefix = ? AND instr(?, side))"
+            " AND NOT EXISTS (SELECT 1 FROM reservation WHERE reservation.prefix = side.prefix)"
+            " ORDER BY last_use LIMIT 1",
+            (prefix, sides),
         )
         return SideRow(*rows[0]) if rows else None
 
