@@ -32,6 +32,7 @@ from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.copies import Copies
 from pion_grpc.storage.files import Files
 from pion_grpc.storage.pages import disk_errors
+from pion_grpc.storage.transaction import Transaction
 
 _HALF = np.dtype("<f2")
 
@@ -99,8 +100,9 @@ class Copier:
             known = Copies(transaction).find(tenant, question, made_of)
         if known is not None and self._workshop.directory.resolve(known).exists():
             with self._workshop.catalog.write() as transaction:
-                if Copies(transaction).use(known):
-                    return self._workshop.directory.resolve(known)
+                path = self._used(transaction, tenant, (question, made_of))
+            if path is not None:
+                return path
         k = self._open(tenant, request.k_sid, request)
         try:
             readings = [k, self._open(tenant, request.v_sid, request)]
@@ -112,6 +114,14 @@ class Copier:
             if [reading.version for reading in readings] != versions:
                 return None
             return self._make(tenant, request, (question, made_of), readings)
+
+    def _used(self, transaction: Transaction, tenant: str, digests: tuple[str, str]) -> Path | None:
+        """Returns the copy that is there, and notes that it is used now."""
+        known = Copies(transaction).find(tenant, *digests)
+        if known is None or not self._workshop.directory.resolve(known).exists():
+            return None
+        Copies(transaction).use(known)
+        return self._workshop.directory.resolve(known)
 
     def _fingerprint(self, tenant: str, sid: str) -> tuple[int, ...]:
         found = self._sessions.fingerprint(tenant, sid)
@@ -156,12 +166,16 @@ class Copier:
                 workshop.files.rename(scratch, path)
             with workshop.catalog.write() as transaction:
                 Accounts(transaction).release(reservation)
-                Copies(transaction).add(name, tenant, *digests, size)
+                known = self._used(transaction, tenant, digests)
+                if known is None:
+                    Copies(transaction).add(name, tenant, *digests, size)
+            if known is not None:  # somebody was quicker, and has been told of it
+                workshop.files.unlink(path)
+                return known
         except BaseException:
             workshop.files.unlink(scratch)
             workshop.files.unlink(path)
-            with workshop.catalog.write() as transaction:
-                Accounts(transaction).release(reservation)
+            workshop.space.end_reservation(reservation)
             raise
         workshop.space.sweep()
         return path

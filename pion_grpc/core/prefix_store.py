@@ -405,10 +405,12 @@ class PrefixStore:
                         namespace=found.prefix.namespace,
                     )
                 extents = tuple(self.exports.extents(found.reading))
+                lease = b""
                 with self._catalog.write() as transaction:
-                    prefix = found.reading.chain[-1].id
-                    lease = add_lease(transaction, prefix, max(lease_ms, 1))
-            if lease:  # else it went before it could be leased: look again
+                    chain = found.reading.chain
+                    if all(_has_file(transaction, row) for row in chain):
+                        lease = add_lease(transaction, chain[-1].id, max(lease_ms, 1))
+            if lease:  # else files went before they could be leased: look again
                 self.ledger.restored(found.restore, exported=found.reading.total_bytes)
                 rows, cut = found.reading.rows, found.shortened_by
                 return Export(found.prefix, rows, extents, found.token_ids, lease, cut)
@@ -477,6 +479,12 @@ class PrefixStore:
         with self.guarded(reading):
             for start in range(0, len(rows), per_chunk):
                 yield b"".join(reading.row(0, row) for row in rows[start : start + per_chunk])
+
+
+def _has_file(transaction: Transaction, row: PrefixRow) -> bool:
+    """Whether a prefix of which a file was opened has not been removed, or sealed anew."""
+    now = transaction.by_id(row.id)
+    return now is not None and now.file == row.file
 
 
 def _declares(transaction: Transaction, row: PrefixRow, layout: Layout) -> bool:

@@ -41,14 +41,10 @@ class Copies:
         )
         return rows[0][0] if rows else None
 
-    def use(self, file: str) -> bool:
-        """Notes that a copy was used now; says whether it is still there."""
+    def use(self, file: str) -> None:
+        """Notes that a copy was used now."""
         clock = self._transaction.next("clock")
-        return bool(
-            self._transaction.all(
-                "UPDATE copy SET last_use = ? WHERE file = ? RETURNING 1", (clock, file)
-            )
-        )
+        self._transaction.run("UPDATE copy SET last_use = ? WHERE file = ?", (clock, file))
 
     def add(self, file: str, tenant: str, request: str, made_of: str, size: int) -> None:
         """Names a copy; what was made for the same request before goes."""
