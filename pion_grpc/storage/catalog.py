@@ -138,15 +138,29 @@ class Catalog:
         if _free_bytes(self._path.parent) < RESERVE_BYTES:
             self._reserve.unlink(missing_ok=True)
 
-    def copy_to(self, path: Path) -> None:
-        """Writes the catalogue as it is now to a file that must not exist.
+    def copy_to(
+        self, path: Path, beside: Callable[[Transaction], None] = lambda transaction: None
+    ) -> None:
+        """Writes the catalogue as it is at one moment to a file that must not exist.
+
+        Args:
+            path: of the file.
+            beside: called with the catalogue as it is copied; until it returns nobody writes.
 
         Raises:
             DiskFull: there is no room for it.
             DamagedCatalogue, Busy: it cannot be read.
         """
         with translated("copied", self._path), self._connection() as connection:
-            connection.execute("VACUUM INTO ?", (str(path),)).fetchall()
+            connection.execute("BEGIN")
+            try:
+                with self.write() as transaction:
+                    connection.execute("SELECT 1 FROM meta").fetchall()  # from now on it sees this
+                    beside(transaction)
+                _back_up(connection, path, self._vfs)
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
 
     def checkpoint(self) -> None:
         """Gives free pages back and truncates the log, as far as nobody is reading it.
@@ -263,13 +277,23 @@ class Catalog:
     def _copy(self, target: Path) -> None:
         """Copies the catalogue as it was last committed, its log included."""
         target.unlink(missing_ok=True)
-        source, copy = self._connect(), apsw.Connection(str(target), vfs=self._vfs)
+        source = self._connect()
         try:
-            with copy.backup("main", source, "main") as backup:
-                backup.step()
+            _back_up(source, target, self._vfs)
         finally:
             source.close()
-            copy.close()
+
+
+def _back_up(source: apsw.Connection, path: Path, vfs: str | None) -> None:
+    """Copies a database as a connection sees it; reads all of it."""
+    copy = apsw.Connection(str(path), vfs=vfs)
+    try:
+        with copy.backup("main", source, "main") as backup:
+            backup.step()
+        copy.execute("PRAGMA journal_mode = DELETE").fetchall()
+        copy.execute("VACUUM").fetchall()
+    finally:
+        copy.close()
 
 
 def _free_bytes(directory: Path) -> int:

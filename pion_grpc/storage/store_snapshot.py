@@ -9,18 +9,19 @@
     sha256sums            what all of them are, as `sha256sum --check` reads it
 
 The one decision: a snapshot *is* a data directory. Nothing is translated, so nothing can be lost on the
-way, and restoring is unpacking. The catalogue is copied first and its files are linked at once; what was
-evicted in between is taken out of the copy. Nothing is restored of a snapshot that is not, byte for
-byte, the one that was saved. Knows tables and files, not what they mean.
+way, and restoring is unpacking. Files are linked, the last of them while nobody writes the catalogue,
+which is copied as it is then: what is replaced or sealed meanwhile is there, as it was before or after.
+Nothing is restored of a snapshot that is not, byte for byte, the one that was saved. Knows tables and
+files, not what they mean.
 """
 
+import contextlib
 import hashlib
 import io
 import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -30,6 +31,7 @@ from pion_grpc.errors import CannotStart
 from pion_grpc.storage.catalog import Catalog
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files
+from pion_grpc.storage.transaction import Transaction
 
 MARK = "pion-snapshot-1"
 SUMS = "sha256sums"
@@ -64,15 +66,22 @@ def write_store_snapshot(
         links = Path(lent)
         for name in _DIRECTORIES:
             (links / name).mkdir()
+        with catalog.read() as transaction:
+            names = _named(transaction)
+        linked = _link(names, directory, links)  # most of them, while others go on
+
+        def link_others(transaction: Transaction) -> None:
+            linked.update(_link(_named(transaction) - linked, directory, links))
+
         copy = links / "catalog.db"
-        catalog.copy_to(copy)
-        names = _link_files(copy, directory, links)
-        size = sum((links / name).stat().st_size for name in [*names, "catalog.db"])
+        catalog.copy_to(copy, link_others)
+        members = ["catalog.db", *_only_what_stays(copy, linked)]
+        size = sum((links / name).stat().st_size for name in members)
         if size > bytes_max:
             raise OSError(f"{size} bytes do not fit: {bytes_max} are free")
         scratch = links / f"{directory.instance}-snapshot.tar"
         with scratch.open("xb") as file:
-            _archive(file, links, ["catalog.db", *names])
+            _archive(file, links, members)
             file.flush()
             files.sync(file.fileno())
         files.rename(scratch, target)
@@ -199,14 +208,17 @@ def _archive(file: BinaryIO, links: Path, names: list[str]) -> None:
 
 
 class _Hashed(io.RawIOBase):
-    """A file that hashes what is read of it."""
+    """A file that hashes what is read of it.
+
+    One that ends early goes on with zeros: where a row file was cut, nothing was named.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.digest = hashlib.sha256()
         self._file = file
 
     def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
+        data = self._file.read(size).ljust(size, b"\0")
         self.digest.update(data)
         return data
 
@@ -215,36 +227,43 @@ def _sum_line(digest: str, name: str) -> str:
     return f"{digest}  {name}"
 
 
-def _link_files(copy: Path, directory: DataDirectory, links: Path) -> list[str]:
-    """Links the files that a copy of the catalogue names, and takes out what is gone already."""
-    connection = apsw.Connection(str(copy))
-    try:
-        connection.execute("PRAGMA journal_mode = DELETE").fetchall()
-        connection.execute(_ONLY_WHAT_STAYS)
-        linked = []
-        for name in _named(connection):
-            try:
-                os.link(directory.resolve(name), links / name)
-            except FileNotFoundError:
-                _take_out(connection, name)
-            else:
-                linked.append(name)
-        connection.execute("VACUUM").fetchall()
-    finally:
-        connection.close()
+def _link(names: set[str], directory: DataDirectory, links: Path) -> set[str]:
+    """Links files of the directory, and returns those that were there."""
+    linked = set()
+    for name in sorted(names):
+        with contextlib.suppress(FileNotFoundError):
+            os.link(directory.resolve(name), links / name)
+            linked.add(name)
     return linked
 
 
-def _named(connection: apsw.Connection) -> Iterator[str]:
-    rows = connection.execute(
+def _named(transaction: Transaction) -> set[str]:
+    rows = transaction.all(
         "SELECT file FROM prefix WHERE file IS NOT NULL UNION SELECT file FROM extent WHERE file != ''"
         " UNION SELECT file FROM blob"
-    ).fetchall()
-    return (str(row[0]) for row in rows)
+    )
+    return {str(row[0]) for row in rows}
+
+
+def _only_what_stays(copy: Path, linked: set[str]) -> list[str]:
+    """Takes what is of the moment out of a copy of the catalogue, and what has no file any more.
+
+    Returns the files that it names then.
+    """
+    connection = apsw.Connection(str(copy))
+    try:
+        connection.execute(_ONLY_WHAT_STAYS)
+        names = _named(Transaction(connection))
+        for name in names - linked:
+            _take_out(connection, name)
+        connection.execute("VACUUM").fetchall()
+    finally:
+        connection.close()
+    return sorted(names & linked)
 
 
 def _take_out(connection: apsw.Connection, name: str) -> None:
-    """Removes what a file that was evicted meanwhile belonged to, children included."""
+    """Removes what a file that is gone belonged to, children included."""
     rows = connection.execute(
         "WITH RECURSIVE gone (id) AS ("
         " SELECT id FROM prefix WHERE file = ?1 OR id IN (SELECT prefix FROM extent WHERE file = ?1)"

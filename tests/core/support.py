@@ -4,7 +4,7 @@ A row is computed from all tokens up to its own, as the K and V of a model are. 
 out for some tokens can so be checked against the tokens alone, without a model of the store.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +79,18 @@ class Machine:
         for store in self._stores:
             store.workshop.catalog.close()
             store.directory.let_go()
+
+
+class Meanwhile(Files):
+    """Files of a process beside which something happens, once, when it begins the next one."""
+
+    happens: Callable[[], object] | None = None
+
+    def create(self, path: Path) -> int:
+        happens, self.happens = self.happens, None
+        if happens is not None:
+            happens()
+        return super().create(path)
 
 
 def power_cut_machine(path: Path) -> Machine:

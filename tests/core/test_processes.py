@@ -31,13 +31,13 @@ from pion_grpc.errors import Conflict, Corrupt, Evicted, NotStored
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import Extents
-from pion_grpc.storage.files import Files
 from pion_grpc.storage.transaction import PrefixRow
 from pion_wire.layout import Side
 from tests.core.support import (
     SMALL,
     TENANT,
     Machine,
+    Meanwhile,
     assert_truth,
     begin,
     chunks,
@@ -527,18 +527,6 @@ def test_a_value_replaced_again_and_again_before_its_file_is_opened_is_read(
 
     put_value(b"a")
     assert keyspace.reading(TENANT, read) == b"d" * 100_000
-
-
-class Meanwhile(Files):
-    """Files of a process beside which something happens, once, when it begins the next one."""
-
-    happens: Callable[[], object] | None = None
-
-    def create(self, path: Path) -> int:
-        happens, self.happens = self.happens, None
-        if happens is not None:
-            happens()
-        return super().create(path)
 
 
 def grown(store: PrefixStore) -> dict[int, bytes]:
