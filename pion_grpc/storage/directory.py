@@ -275,11 +275,13 @@ class DataDirectory:
         return total
 
     def _note(self, text: str, path: Path) -> None:
-        scratch = self.run / f"{self.instance}-counters.new"
+        # Of a name of its own: several threads may do this at once.
+        scratch = self.run / f"{self.instance}-{secrets.token_hex(6)}.new"
         try:
             scratch.write_text(text)
             scratch.rename(path)
         except OSError as error:
+            scratch.unlink(missing_ok=True)
             raise DiskFull(f"what was counted cannot be written: {error.strerror}") from error
 
     def _enter(self, *, exclusive: bool) -> int:

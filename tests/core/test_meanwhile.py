@@ -3,6 +3,7 @@
 import io
 import tarfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +223,26 @@ def test_a_value_made_in_a_transaction_that_is_undone_leaves_no_file(tmp_path: P
     assert stray_files(store) == []
     assert usage(store) == 0
     machine.close()
+
+
+# -- counters
+
+
+def test_counting_that_several_begin_anew_at_once_does_not_fail(machine: Machine) -> None:
+    store = machine.start()
+    store.ledger.lookup(hit=True)
+
+    def begin_anew(_: int) -> None:
+        store.receipt.reset()
+        store.receipt.publish()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(begin_anew, range(400))) == [None] * 400
+    assert store.receipt.get().hits == 0
+    kinds = {
+        path.name.removeprefix(store.directory.instance) for path in store.directory.run.iterdir()
+    }
+    assert kinds == {".lock", "-uses", "-counters", "counters-reset"}
 
 
 # -- snapshots of a store
