@@ -157,7 +157,9 @@ class Catalog:
                 with self.write() as transaction:
                     connection.execute("SELECT 1 FROM meta").fetchall()  # from now on it sees this
                     beside(transaction)
-                _back_up(connection, path, self._vfs)
+                with _backed_up(connection, path, self._vfs) as copy:
+                    for statement in ("PRAGMA journal_mode = DELETE", "VACUUM"):
+                        copy.execute(statement).fetchall()
             finally:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
@@ -279,19 +281,20 @@ class Catalog:
         target.unlink(missing_ok=True)
         source = self._connect()
         try:
-            _back_up(source, target, self._vfs)
+            with _backed_up(source, target, self._vfs):
+                pass
         finally:
             source.close()
 
 
-def _back_up(source: apsw.Connection, path: Path, vfs: str | None) -> None:
-    """Copies a database as a connection sees it; reads all of it."""
+@contextlib.contextmanager
+def _backed_up(source: apsw.Connection, path: Path, vfs: str | None) -> Iterator[apsw.Connection]:
+    """Copies a database as a connection sees it, and lends the copy."""
     copy = apsw.Connection(str(path), vfs=vfs)
     try:
         with copy.backup("main", source, "main") as backup:
             backup.step()
-        copy.execute("PRAGMA journal_mode = DELETE").fetchall()
-        copy.execute("VACUUM").fetchall()
+        yield copy
     finally:
         copy.close()
 
