@@ -12,7 +12,13 @@ from google.protobuf.message import Message
 from pion_client.arrays import Layers
 from pion_client.calls import Calls
 from pion_client.connection import Deadline, retried
-from pion_client.errors import DataCorrupt, GenerationDiffers, NotStored, NotSupported
+from pion_client.errors import (
+    DataCorrupt,
+    GenerationDiffers,
+    NotStored,
+    NotSupported,
+    RowsOutOfRange,
+)
 from pion_client.export import LEASE_MS, CannotExport, Exported, OpenFiles
 from pion_client.fetching import Announced, Reception
 from pion_client.receiving import receive_whole
@@ -77,8 +83,8 @@ class Lane:
             return retried(ask, deadline)
         except NotSupported as error:
             raise CannotExport(f"the server does not export: {error}", lasting=True) from error
-        except (NotStored, DataCorrupt) as error:
-            # Or not with its parts, or in no segment yet: the stream decides.
+        except (NotStored, DataCorrupt, RowsOutOfRange) as error:
+            # Or not with its parts, in no segment yet, or of another generation: the stream decides.
             raise CannotExport(str(error)) from error
 
 

@@ -15,7 +15,13 @@ from pion_client.addresses import default_address
 from pion_client.breaker import Breaker
 from pion_client.chunks import Cache, Compute, Kept, Key, Known, compact, unknown
 from pion_client.client import Client
-from pion_client.errors import DeadlineExceeded, InvalidRequest, PionError, Unavailable
+from pion_client.errors import (
+    DeadlineExceeded,
+    GenerationDiffers,
+    InvalidRequest,
+    PionError,
+    Unavailable,
+)
 from pion_client.mlx import PionPromptCache
 from pion_client.values import MissReason, PrefixInfo
 from pion_client.vocabulary import Vocabulary
@@ -159,27 +165,43 @@ class Served:
             expected: if these are they, nothing has to be fetched.
         """
         with self._answering():
-            found = self._client.lookup(
-                key.namespace,
-                model=key.model_id,
-                token_ids=expected or None,
-                timeout_s=self._deadline_s,
-                tries=1,
-            )
-            if found.hit and expected:
-                return expected
-            if found.reason in _NOTHING_THERE or found.prefix is None:
-                return b""
-            if not found.hit and found.reason is not MissReason.TOKENS_DIFFER:
-                return _OTHER_MODEL
-            return self._fetched_tokens(found.prefix)
+            refused = 0
+            while True:
+                found = self._client.lookup(
+                    key.namespace,
+                    model=key.model_id,
+                    token_ids=expected or None,
+                    timeout_s=self._deadline_s,
+                    tries=1,
+                )
+                if found.hit and expected:
+                    return expected
+                if found.reason in _NOTHING_THERE or found.prefix is None:
+                    return b""
+                if not found.hit and found.reason is not MissReason.TOKENS_DIFFER:
+                    return _OTHER_MODEL
+                try:
+                    return self._fetched_tokens(found.prefix)
+                except GenerationDiffers:
+                    if found.prefix.generation == refused:
+                        raise
+                    refused = found.prefix.generation
 
     def _fetched_tokens(self, prefix: PrefixInfo) -> bytes:
-        """Fetches one row of one slot: all token ids come with the last one."""
+        """Fetches one row of one slot: all token ids come with the last one.
+
+        Raises:
+            GenerationDiffers: another prefix has taken the name, of which it may be any row.
+        """
         last = (prefix.token_count - 1, prefix.token_count)
         slots = sorted({tensor.slot for tensor in prefix.layout.tensors})[:1]
         fetched = self._client.fetch(
-            prefix.namespace, rows=last, slots=slots, timeout_s=self._deadline_s, tries=1
+            prefix.namespace,
+            rows=last,
+            slots=slots,
+            generation=prefix.generation,
+            timeout_s=self._deadline_s,
+            tries=1,
         )
         return fetched.packed_token_ids if fetched else b""
 
