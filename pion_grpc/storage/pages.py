@@ -222,13 +222,12 @@ class RowFile:
         self._files = files
         self._path = path
         self._checksums = PageChecksums()
+        self._new = False
         with disk_errors(path):
-            self._new = not path.exists()
-            self._descriptor = (
-                files.create(path)
-                if self._new
-                else os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-            )
+            try:
+                self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            except FileNotFoundError:
+                self._new, self._descriptor = True, files.create(path)
         self.offset = os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def write(self, data: bytes | memoryview) -> None:

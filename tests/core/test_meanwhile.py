@@ -4,7 +4,7 @@ import io
 import tarfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import numpy as np
 import pytest
@@ -22,7 +22,8 @@ from pion_grpc.core.values import ExportExtent, FetchQuery, WriteRowsHeader
 from pion_grpc.errors import Corrupt
 from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.directory import DataDirectory
-from pion_grpc.storage.files import PowerCut
+from pion_grpc.storage.files import Files, PowerCut
+from pion_grpc.storage.pages import RowFile
 from pion_grpc.storage.store_snapshot import (
     _archive,
     restore_store_snapshot,
@@ -174,6 +175,24 @@ def test_an_export_names_no_file_that_was_sealed_anew_before_it_was_leased(
     assert len(exported.extents) == 2
     for extent in exported.extents:
         assert store.directory.resolve(extent.file.file_name).exists()
+
+
+class Going(PosixPath):
+    """A file that goes as soon as somebody has asked whether it is there."""
+
+    def exists(self) -> bool:
+        there = super().exists()
+        self.unlink(missing_ok=True)
+        return there
+
+
+def test_a_row_file_that_goes_before_it_is_opened_is_no_error(tmp_path: Path) -> None:
+    path = Going(tmp_path / "x.rows")
+    path.touch()
+    file = RowFile(Files(), path)
+    file.write(b"rows")
+    file.close()
+    assert path.read_bytes() == b"rows"
 
 
 # -- keys
