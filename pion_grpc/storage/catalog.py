@@ -157,9 +157,7 @@ class Catalog:
                 with self.write() as transaction:
                     connection.execute("SELECT 1 FROM meta").fetchall()  # from now on it sees this
                     beside(transaction)
-                with _backed_up(connection, path, self._vfs) as copy:
-                    for statement in ("PRAGMA journal_mode = DELETE", "VACUUM"):
-                        copy.execute(statement).fetchall()
+                _back_up(connection, path, self._vfs)
             finally:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
@@ -281,20 +279,17 @@ class Catalog:
         target.unlink(missing_ok=True)
         source = self._connect()
         try:
-            with _backed_up(source, target, self._vfs):
-                pass
+            _back_up(source, target, self._vfs)
         finally:
             source.close()
 
 
-@contextlib.contextmanager
-def _backed_up(source: apsw.Connection, path: Path, vfs: str | None) -> Iterator[apsw.Connection]:
-    """Copies a database as a connection sees it, and lends the copy."""
+def _back_up(source: apsw.Connection, path: Path, vfs: str | None) -> None:
+    """Copies a database as a connection sees it."""
     copy = apsw.Connection(str(path), vfs=vfs)
     try:
         with copy.backup("main", source, "main") as backup:
             backup.step()
-        yield copy
     finally:
         copy.close()
 

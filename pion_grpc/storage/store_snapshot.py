@@ -252,6 +252,7 @@ def _only_what_stays(copy: Path, linked: set[str]) -> list[str]:
     """
     connection = apsw.Connection(str(copy))
     try:
+        connection.execute("PRAGMA journal_mode = DELETE").fetchall()
         connection.execute(_ONLY_WHAT_STAYS)
         names = _named(Transaction(connection))
         for name in names - linked:
