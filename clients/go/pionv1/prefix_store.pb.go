@@ -1532,7 +1532,8 @@ type PrefixStoreExportResponse struct {
 	Extents []*PrefixStoreExportResponse_Extent `protobuf:"bytes,5,rep,name=extents,proto3" json:"extents,omitempty"`
 	// The token ids from row 0 to rows.end, u32 LE; as in a Fetch.
 	TokenIds []byte `protobuf:"bytes,6,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// The lease under which the files stay.
+	// The lease under which the files stay. Of a prefix that is written to and sealed anew meanwhile
+	// the file goes earlier: its rows are streamed then.
 	LeaseId []byte `protobuf:"bytes,7,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
 	// PART_MISSING, if the rows end before the prefix does, where the parts are.
 	Reason MissReason `protobuf:"varint,8,opt,name=reason,proto3,enum=pion.v1.MissReason" json:"reason,omitempty"`

@@ -928,7 +928,9 @@ class PrefixStoreExportResponse(_message.Message):
     token_ids: _builtins.bytes
     """The token ids from row 0 to rows.end, u32 LE; as in a Fetch."""
     lease_id: _builtins.bytes
-    """The lease under which the files stay."""
+    """The lease under which the files stay. Of a prefix that is written to and sealed anew meanwhile
+    the file goes earlier: its rows are streamed then.
+    """
     reason: _types_pb2.MissReason.ValueType
     """PART_MISSING, if the rows end before the prefix does, where the parts are."""
     shortened_by: _builtins.str
