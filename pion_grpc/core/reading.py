@@ -78,6 +78,16 @@ def _begin(source: _Source) -> int:
     return source.begin
 
 
+class _OpenSegment(NamedTuple):
+    """The segment of a prefix of the chain."""
+
+    prefix: PrefixRow
+    run: CheckedRun
+    layout: SegmentLayout
+    last: int
+    """Up to which row it counts."""
+
+
 class CorruptPrefix(Corrupt):
     """A file of this prefix is damaged or gone.
 
@@ -194,15 +204,17 @@ class Reading:
             for index, tensor in enumerate(self.layout.tensors)
             if (not query.slots or tensor.slot in query.slots) and tensor.side in query.sides
         ]
-        self._served = [
-            served_tensor(self.layout.tensors[index], query.codecs, query.raw_types)
-            for index in self.tensors
-        ]
+        self.served_layout = _served_layout(
+            self.layout, tuple(self.tensors), query.codecs, query.raw_types
+        )
+        """The tensors as they are handed out."""
+        self._served = self.served_layout.tensors
         self.row_counts = tuple(chain[-1].base + count for count in own_row_counts(chain[-1]))
         """Rows of each tensor of the layout, those of parents included."""
         self._files: list[OpenFile] = []
         self._runs: list[tuple[CheckedRun, int]] = []
-        self._sources: dict[int, list[_Source]] = {index: [] for index in self.tensors}
+        self._segments: list[_OpenSegment] = []
+        self._extents: list[tuple[ExtentRow, CheckedRun | None]] = []
         self._parts: list[tuple[PartInfo, int, CheckedRun, int]] = []
         self._own_parts: dict[PartInfo, tuple[CheckedRun, int, int]] = {}
         try:
@@ -215,11 +227,6 @@ class Reading:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def served_layout(self) -> Layout:
-        """The layout of the tensors as they are handed out."""
-        return Layout(tuple(self._served))
 
     @property
     def parts(self) -> tuple[PartInfo, ...]:
@@ -396,27 +403,9 @@ class Reading:
             run = open_segment(path, segment)
         self._files.append(run.file)
         self._runs.append((run, prefix.id))
-        entries = segment.arrays
-        counts = dict(zip(segment.layout.tensors, segment.row_counts, strict=True))
-        for index in self.tensors:
-            tensor = self.layout.tensors[index]
-            if tensor not in counts:
-                continue  # younger than the file, whatever that has under its name
-            entry = entries[tensor.name + tensor.arrays[0].suffix]
-            self._add(
-                index,
-                _Source(
-                    prefix.id,
-                    run,
-                    entry.begin,
-                    prefix.base,
-                    counts[tensor],
-                    prefix.base,
-                    min(prefix.base + counts[tensor], last),
-                ),
-            )
+        self._segments.append(_OpenSegment(prefix, run, segment, last))
         for part_index, part in enumerate(segment.parts):
-            place = entries[f"part.{part_index}"]
+            place = segment.arrays[f"part.{part_index}"]
             if prefix is self.chain[-1]:
                 self._own_parts[part] = run, place.begin, place.end
             if part.kind in query.part_kinds and part.boundary_tokens == self.rows.end <= last:
@@ -426,12 +415,11 @@ class Reading:
         self, directory: DataDirectory, prefix: PrefixRow, extents: list[ExtentRow]
     ) -> None:
         opened: dict[str, OpenFile] = {}
-        positions = {self.layout.tensors[index].key: index for index in self.tensors}
+        positions = self._positions()
         for extent in extents:
             index = positions.get(extent.tensor)
             if index is None:
                 continue
-            end = extent.first_row + extent.row_count
             run = None
             if extent.file:
                 if extent.file not in opened:
@@ -441,30 +429,50 @@ class Reading:
                 with naming(prefix.id, opened[extent.file].path):
                     run = CheckedRun(opened[extent.file], extent.offset, size, extent.checksums)
                 self._runs.append((run, prefix.id))
-            self._add(
-                index,
-                _Source(
-                    prefix.id, run, 0, extent.first_row, extent.row_count, extent.first_row, end
-                ),
-            )
+            self._extents.append((extent, run))
 
-    def _add(self, tensor: int, new: _Source) -> None:
-        """Lays a source over the older ones; between them may be a gap, which reads as zeros."""
-        sources = self._sources[tensor]
-        if new.begin == new.end:
-            return
-        last = sources[-1].end if sources else 0
-        if new.begin > last:
-            sources.append(_Source(new.prefix, None, 0, last, 0, last, new.begin))
-        first = max(bisect.bisect_right(sources, new.begin, key=_begin) - 1, 0)
-        behind = bisect.bisect_left(sources, new.end, key=_begin)
-        over = [new]
-        for old in sources[first:behind]:
-            if old.begin < new.begin:
-                over.insert(0, old._replace(end=min(old.end, new.begin)))
-            if old.end > new.end:
-                over.append(old._replace(begin=max(old.begin, new.end)))
-        sources[first:behind] = over
+    def _positions(self) -> dict[int, int]:
+        """Returns where in the layout the tensors are that are handed out, by their keys."""
+        return {self.layout.tensors[index].key: index for index in self.tensors}
+
+    @functools.cached_property
+    def _sources(self) -> dict[int, list[_Source]]:
+        """Where the rows of each tensor come from; put together when they are read, if they are."""
+        found: dict[int, list[_Source]] = {index: [] for index in self.tensors}
+        for prefix, run, segment, last in self._segments:
+            counts = dict(zip(segment.layout.tensors, segment.row_counts, strict=True))
+            for index in self.tensors:
+                tensor = self.layout.tensors[index]
+                if tensor not in counts:
+                    continue  # younger than the file, whatever that has under its name
+                count, base = counts[tensor], prefix.base
+                begin = segment.arrays[tensor.name + tensor.arrays[0].suffix].begin
+                end = min(base + count, last)
+                _lay_over(found[index], _Source(prefix.id, run, begin, base, count, base, end))
+        positions, prefix_id = self._positions(), self.chain[-1].id
+        for extent, live_run in self._extents:
+            first, count = extent.first_row, extent.row_count
+            source = _Source(prefix_id, live_run, 0, first, count, first, first + count)
+            _lay_over(found[positions[extent.tensor]], source)
+        return found
+
+
+def _lay_over(sources: list[_Source], new: _Source) -> None:
+    """Lays a source over the older ones; between them may be a gap, which reads as zeros."""
+    if new.begin == new.end:
+        return
+    last = sources[-1].end if sources else 0
+    if new.begin > last:
+        sources.append(_Source(new.prefix, None, 0, last, 0, last, new.begin))
+    first = max(bisect.bisect_right(sources, new.begin, key=_begin) - 1, 0)
+    behind = bisect.bisect_left(sources, new.end, key=_begin)
+    over = [new]
+    for old in sources[first:behind]:
+        if old.begin < new.begin:
+            over.insert(0, old._replace(end=min(old.end, new.begin)))
+        if old.end > new.end:
+            over.append(old._replace(begin=max(old.begin, new.end)))
+    sources[first:behind] = over
 
 
 class naming:  # noqa: N801 - reads as a statement
@@ -482,8 +490,19 @@ class naming:  # noqa: N801 - reads as a statement
             raise CorruptPrefix(error, self._prefix, self._path) from error
 
 
-@functools.lru_cache(maxsize=1024)
-def served_tensor(
+@functools.lru_cache(maxsize=128)
+def _served_layout(
+    layout: Layout,
+    tensors: tuple[int, ...],
+    codecs: frozenset[str] | None,
+    raw_types: frozenset[DType],
+) -> Layout:
+    """Returns some tensors of a layout as they are handed out; raises as `_served_tensor` does."""
+    stored = (layout.tensors[index] for index in tensors)
+    return Layout(tuple(_served_tensor(tensor, codecs, raw_types) for tensor in stored))
+
+
+def _served_tensor(
     tensor: TensorLayout, codecs: frozenset[str] | None, raw_types: frozenset[DType]
 ) -> TensorLayout:
     """Returns how a tensor is handed out to a reader of these codecs: as stored, or as float32.

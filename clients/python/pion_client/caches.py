@@ -38,7 +38,15 @@ from pion_client.adapters import (
 )
 from pion_client.parts import Taken, bits_of, contents_of, describe, described, read_only
 from pion_client.values import Encoded, Part
-from pion_wire.layout import DType, Layout, LayoutError, PartInfo, Side, TensorLayout
+from pion_wire.layout import (
+    DType,
+    Layout,
+    LayoutError,
+    PartInfo,
+    Side,
+    TensorLayout,
+    tensor_layout,
+)
 
 __all__ = [
     "Cache",
@@ -208,7 +216,7 @@ def _tensor(slot: int, side: Side, rows: Any) -> TensorLayout:
     heads, _, head_dim = rows.shape
     if rows.dtype not in _DTYPES:
         raise UnsupportedCache(f"slot {slot}: rows of {rows.dtype} are not stored")
-    return TensorLayout(slot, side, heads, head_dim, _DTYPES[rows.dtype])
+    return tensor_layout(slot, side, heads, head_dim, _DTYPES[rows.dtype])
 
 
 def held(cache: Cache) -> list[Rows]:

@@ -184,10 +184,12 @@ class Exported:
             self._found_parts = self._find_parts(prefix.parts, rows[1], part_kinds)
             # Of a file without rows only the parts are used.
             self._extents = [extent for extent in self._extents if extent.row_count]
-            wanted = tuple(t for t in prefix.layout.tensors if not slots or t.slot in slots)
+            layout = prefix.layout
+            if slots:
+                layout = Layout(tuple(t for t in layout.tensors if t.slot in slots))
             parts = tuple(place.info for place in self._found_parts)
             self.announced = Announced(
-                prefix, Layout(wanted), rows, answer.token_ids, parts, answer.shortened_by
+                prefix, layout, rows, answer.token_ids, parts, answer.shortened_by
             )
             self._tensors = self.announced.check(bytes_max, keep)
             stack.pop_all()

@@ -106,6 +106,10 @@ class TensorLayout:
         # Equal codecs have equal names: the canonical one is what is kept and compared.
         object.__setattr__(self, "codec", str(codec))
 
+    def __hash__(self) -> int:
+        # Without the members of enumerations, whose own hashes are computed in Python.
+        return hash((self.slot, self.side is Side.V, self.heads, self.head_dim, self.codec))
+
     @property
     def name(self) -> str:
         """Its name in a segment, such as `k.0`."""
@@ -125,6 +129,10 @@ class TensorLayout:
     def row_bytes(self) -> int:
         """Bytes of one stored row, over all arrays."""
         return _stored_as(self.codec, self.heads, self.head_dim, self.dtype).row_bytes
+
+
+tensor_layout = functools.lru_cache(maxsize=4096)(TensorLayout)
+"""The same few come again and again, with every answer: one is found sooner than it is checked."""
 
 
 class _StoredAs(NamedTuple):
@@ -153,6 +161,9 @@ class Layout:
         order = [(tensor.slot, tensor.side) for tensor in self.tensors]
         if any(earlier >= later for earlier, later in itertools.pairwise(order)):
             raise LayoutError("tensors", "tensors must be ordered by slot, K before V, none twice")
+
+    def __hash__(self) -> int:
+        return hash(self._json)  # which is made once
 
     @functools.cached_property
     def row_bytes(self) -> int:
@@ -190,7 +201,7 @@ class Layout:
         try:
             rows = json.loads(text)
             tensors = tuple(
-                TensorLayout(slot, Side(side), heads, head_dim, DType(dtype), codec)
+                tensor_layout(slot, Side(side), heads, head_dim, DType(dtype), codec)
                 for slot, side, heads, head_dim, dtype, codec in rows
             )
         except (ValueError, TypeError) as error:

@@ -3,8 +3,10 @@
 A message is checked while it is turned into a value, so what comes out can be trusted.
 """
 
+import functools
+
 from pion_wire import limits
-from pion_wire.layout import DType, Layout, LayoutError, PartInfo, Side, TensorLayout
+from pion_wire.layout import DType, Layout, LayoutError, PartInfo, Side, TensorLayout, tensor_layout
 from pion_wire.v1 import types_pb2
 
 _DTYPES: dict[int, DType] = {
@@ -34,7 +36,14 @@ def layout_from_message(message: types_pb2.Layout) -> Layout:
 
 def layout_to_message(layout: Layout) -> types_pb2.Layout:
     """Returns the message of a layout."""
-    return types_pb2.Layout(tensors=[tensor_to_message(tensor) for tensor in layout.tensors])
+    return types_pb2.Layout.FromString(_serialized(layout))
+
+
+@functools.lru_cache(maxsize=128)
+def _serialized(layout: Layout) -> bytes:
+    """Every answer about a prefix has its layout, and the same few come again and again."""
+    tensors = [tensor_to_message(tensor) for tensor in layout.tensors]
+    return types_pb2.Layout(tensors=tensors).SerializeToString()
 
 
 def tensor_to_message(tensor: TensorLayout) -> types_pb2.TensorLayout:
@@ -80,7 +89,7 @@ def _tensor(index: int, message: types_pb2.TensorLayout) -> TensorLayout:
     try:
         if message.data_type not in _DTYPES:
             raise LayoutError("data_type", f"{message.data_type} is not a data type")
-        return TensorLayout(
+        return tensor_layout(
             message.slot,
             side_from_value(message.side),
             message.heads,
