@@ -32,6 +32,7 @@ from pion_client.errors import (
     ClientClosed,
     DeadlineExceeded,
     Forked,
+    GenerationDiffers,
     InvalidRequest,
     PionError,
     Unavailable,
@@ -41,6 +42,7 @@ from pion_client.errors import (
 from pion_client.nodes import RingChannel, direct
 from pion_client.ring import Ring
 from pion_client.tls import Tls
+from pion_client.values import Lookup
 from pion_wire.limits import CHUNK_BYTES_MAX
 from pion_wire.v1.attend_pb2_grpc import AttendStub
 from pion_wire.v1.prefix_store_pb2_grpc import PrefixStoreStub
@@ -381,6 +383,24 @@ def retried(ask: Callable[[], _Result], deadline: Deadline) -> _Result:
             if not pause(error, attempt, deadline):
                 raise
     raise AssertionError("the loop ends by itself")
+
+
+def of_now(look: Callable[[], Lookup], use: Callable[[Lookup], _Result]) -> _Result:
+    """Returns what `use` makes of what a name means; of something else that takes the name meanwhile.
+
+    Raises:
+        GenerationDiffers: where it is used, the name does not mean what it means where it is looked up.
+    """
+    refused = 0
+    while True:
+        found = look()
+        try:
+            return use(found)
+        except GenerationDiffers:
+            generation = found.prefix.generation if found.prefix else 0
+            if generation == refused:
+                raise
+            refused = generation
 
 
 def pause(error: PionError, attempt: int, deadline: Deadline) -> bool:

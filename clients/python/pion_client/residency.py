@@ -24,7 +24,8 @@ import numpy as np
 from pion_client.attend import Answer, AttendState, Query
 from pion_client.caches import Rows
 from pion_client.client import Client
-from pion_client.errors import Cold, GenerationDiffers, NotStored, PionError
+from pion_client.connection import of_now
+from pion_client.errors import Cold, NotStored, PionError
 from pion_client.values import Array, PrefixInfo
 from pion_wire.blocks import make_namespace
 from pion_wire.layout import Side
@@ -348,19 +349,11 @@ class AttendByNamespace:
         return warmed
 
     def _of_stored(self, namespace: str, use: Callable[[PrefixInfo], T]) -> T | None:
-        """Returns what is made of what a name means; None if it means nothing.
-
-        If something else has taken the name meanwhile, it is that.
-        """
-        refused = 0
-        while (prefix := self._stored(namespace)) is not None:
-            try:
-                return use(prefix)
-            except GenerationDiffers:
-                if prefix.generation == refused:
-                    raise
-                refused = prefix.generation
-        return None
+        """Returns what is made of what is stored under a name; None if nothing is."""
+        return of_now(
+            functools.partial(self._client.lookup, namespace),
+            lambda found: use(found.prefix) if found.hit and found.prefix else None,
+        )
 
     def _stored(self, namespace: str) -> PrefixInfo | None:
         found = self._client.lookup(namespace)

@@ -8,6 +8,7 @@ A server that is silent costs one deadline, then nobody asks it for a while.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,15 +16,10 @@ from pion_client.addresses import default_address
 from pion_client.breaker import Breaker
 from pion_client.chunks import Cache, Compute, Kept, Key, Known, compact, unknown
 from pion_client.client import Client
-from pion_client.errors import (
-    DeadlineExceeded,
-    GenerationDiffers,
-    InvalidRequest,
-    PionError,
-    Unavailable,
-)
+from pion_client.connection import of_now
+from pion_client.errors import DeadlineExceeded, InvalidRequest, PionError, Unavailable
 from pion_client.mlx import PionPromptCache
-from pion_client.values import MissReason, PrefixInfo
+from pion_client.values import Lookup, MissReason, PrefixInfo
 from pion_client.vocabulary import Vocabulary
 from pion_wire import blocks
 
@@ -164,28 +160,26 @@ class Served:
             key: the key.
             expected: if these are they, nothing has to be fetched.
         """
+        look = functools.partial(
+            self._client.lookup,
+            key.namespace,
+            model=key.model_id,
+            token_ids=expected or None,
+            timeout_s=self._deadline_s,
+            tries=1,
+        )
+
+        def tokens(found: Lookup) -> bytes:
+            if found.hit and expected:
+                return expected
+            if found.reason in _NOTHING_THERE or found.prefix is None:
+                return b""
+            if not found.hit and found.reason is not MissReason.TOKENS_DIFFER:
+                return _OTHER_MODEL
+            return self._fetched_tokens(found.prefix)
+
         with self._answering():
-            refused = 0
-            while True:
-                found = self._client.lookup(
-                    key.namespace,
-                    model=key.model_id,
-                    token_ids=expected or None,
-                    timeout_s=self._deadline_s,
-                    tries=1,
-                )
-                if found.hit and expected:
-                    return expected
-                if found.reason in _NOTHING_THERE or found.prefix is None:
-                    return b""
-                if not found.hit and found.reason is not MissReason.TOKENS_DIFFER:
-                    return _OTHER_MODEL
-                try:
-                    return self._fetched_tokens(found.prefix)
-                except GenerationDiffers:
-                    if found.prefix.generation == refused:
-                        raise
-                    refused = found.prefix.generation
+            return of_now(look, tokens)
 
     def _fetched_tokens(self, prefix: PrefixInfo) -> bytes:
         """Fetches one row of one slot: all token ids come with the last one.
