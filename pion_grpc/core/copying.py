@@ -98,7 +98,7 @@ class Copier:
         question, made_of = _digest([tenant, *request]), _digest(fingerprints)
         with self._workshop.catalog.read() as transaction:
             known = Copies(transaction).find(tenant, question, made_of)
-        if known is not None and self._workshop.directory.resolve(known).exists():
+        if known is not None:
             with self._workshop.catalog.write() as transaction:
                 path = self._used(transaction, tenant, (question, made_of))
             if path is not None:

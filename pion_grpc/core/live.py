@@ -14,13 +14,11 @@ from typing import NamedTuple
 from pion_grpc.core.declaration import Declaration
 from pion_grpc.core.gaps import written_rows
 from pion_grpc.core.indexing import keep_tokens
-from pion_grpc.core.opening import condemning
+from pion_grpc.core.opening import condemning, guarded
 from pion_grpc.core.order import RowOrder
 from pion_grpc.core.reading import (
-    CorruptPrefix,
     Reading,
     chain_parts,
-    damaged,
     own_row_counts,
     sealed_row_counts,
 )
@@ -352,9 +350,6 @@ def _carry_out(workshop: Workshop, plan: _Sealing) -> bool:
         _write_segment(workshop, plan, name)
         sync_prefixes(workshop, [link for link in plan.chain[:-1] if link.boot is not None])
         sealed = _publish_segment(workshop, plan, name)
-    except CorruptPrefix as error:
-        workshop.space.take_out(error)
-        raise damaged(row.namespace) from error
     finally:
         if not sealed:
             workshop.files.unlink(workshop.directory.resolve(name))
@@ -399,7 +394,7 @@ def _write_segment(workshop: Workshop, plan: _Sealing, name: str) -> None:
         query = FetchQuery(row.namespace)
         with condemning(workshop, plan.chain, plan.extents):
             reading = Reading(workshop.directory, plan.chain, plan.extents, query, whole)
-        with contextlib.closing(reading):
+        with guarded(workshop.space, reading):
             for piece in reading.stream_own(plan.segment):
                 writer.write(piece)
         writer.write(plan.token_ids)

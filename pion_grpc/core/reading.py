@@ -88,6 +88,15 @@ class _OpenSegment(NamedTuple):
     """Up to which row it counts."""
 
 
+class _OpenExtent(NamedTuple):
+    """Rows written into one tensor of a live prefix."""
+
+    tensor_index: int
+    extent: ExtentRow
+    run: CheckedRun | None
+    """None: a hole."""
+
+
 class CorruptPrefix(Corrupt):
     """A file of this prefix is damaged or gone.
 
@@ -208,13 +217,11 @@ class Reading:
             self.layout, tuple(self.tensors), query.codecs, query.raw_types
         )
         """The tensors as they are handed out."""
-        self._served = self.served_layout.tensors
         self.row_counts = tuple(chain[-1].base + count for count in own_row_counts(chain[-1]))
         """Rows of each tensor of the layout, those of parents included."""
         self._files: list[OpenFile] = []
-        self._runs: list[tuple[CheckedRun, int]] = []
         self._segments: list[_OpenSegment] = []
-        self._extents: list[tuple[ExtentRow, CheckedRun | None]] = []
+        self._extents: list[_OpenExtent] = []
         self._parts: list[tuple[PartInfo, int, CheckedRun, int]] = []
         self._own_parts: dict[PartInfo, tuple[CheckedRun, int, int]] = {}
         try:
@@ -255,15 +262,15 @@ class Reading:
         Raises:
             CorruptPrefix: one does not have its checksum.
         """
-        for run, owner in self._runs:
+        for run, owner in self._runs():
             if prefix in (None, owner):
                 with naming(owner, run.file.path):
                     run.check()
 
     def segment_status(self, prefix: int) -> os.stat_result:
         """Returns what the system knows of the segment of a sealed prefix of the chain."""
-        (run,) = (run for run, owner in self._runs if owner == prefix)
-        return os.fstat(run.file.descriptor)
+        (segment,) = (segment for segment in self._segments if segment.prefix.id == prefix)
+        return os.fstat(segment.run.file.descriptor)
 
     def row(self, tensor_index: int, row: int) -> bytes:
         """Returns one row of a tensor that is handed out with one array; zeros beyond the end."""
@@ -294,7 +301,7 @@ class Reading:
             CorruptPrefix: a page does not have its checksum.
         """
         if not resume.part:
-            for position, tensor in enumerate(self._served):
+            for position, tensor in enumerate(self.served_layout.tensors):
                 if position < resume.tensor_index:
                     continue
                 for array_index in range(len(tensor.arrays)):
@@ -318,7 +325,7 @@ class Reading:
         self, position: int, array_index: int, begin: int, stop: int
     ) -> Iterator[Rows]:
         index = self.tensors[position]
-        if self._served[position] == self.layout.tensors[index]:
+        if self.served_layout.tensors[position] == self.layout.tensors[index]:
             yield from self._array(position, index, array_index, begin, stop)
         else:
             yield from self._decoded(position, index, begin, stop)
@@ -345,7 +352,7 @@ class Reading:
 
     def _decoded(self, position: int, index: int, begin: int, stop: int) -> Iterator[Rows]:
         """Yields rows as float32, whatever they are stored in."""
-        tensor, served = self.layout.tensors[index], self._served[position]
+        tensor, served = self.layout.tensors[index], self.served_layout.tensors[position]
         if not served.row_bytes:
             return
         step = max(1, limits.CHUNK_BYTES_MAX // served.row_bytes)
@@ -402,7 +409,6 @@ class Reading:
         with naming(prefix.id, path):
             run = open_segment(path, segment)
         self._files.append(run.file)
-        self._runs.append((run, prefix.id))
         self._segments.append(_OpenSegment(prefix, run, segment, last))
         for part_index, part in enumerate(segment.parts):
             place = segment.arrays[f"part.{part_index}"]
@@ -415,7 +421,7 @@ class Reading:
         self, directory: DataDirectory, prefix: PrefixRow, extents: list[ExtentRow]
     ) -> None:
         opened: dict[str, OpenFile] = {}
-        positions = self._positions()
+        positions = {self.layout.tensors[index].key: index for index in self.tensors}
         for extent in extents:
             index = positions.get(extent.tensor)
             if index is None:
@@ -428,12 +434,15 @@ class Reading:
                 size = extent.row_count * self.layout.tensors[index].row_bytes
                 with naming(prefix.id, opened[extent.file].path):
                     run = CheckedRun(opened[extent.file], extent.offset, size, extent.checksums)
-                self._runs.append((run, prefix.id))
-            self._extents.append((extent, run))
+            self._extents.append(_OpenExtent(index, extent, run))
 
-    def _positions(self) -> dict[int, int]:
-        """Returns where in the layout the tensors are that are handed out, by their keys."""
-        return {self.layout.tensors[index].key: index for index in self.tensors}
+    def _runs(self) -> Iterator[tuple[CheckedRun, int]]:
+        """Yields what is checked page by page, and the prefix that it is of."""
+        for segment in self._segments:
+            yield segment.run, segment.prefix.id
+        for _, _, run in self._extents:
+            if run is not None:
+                yield run, self.chain[-1].id
 
     @functools.cached_property
     def _sources(self) -> dict[int, list[_Source]]:
@@ -449,11 +458,10 @@ class Reading:
                 begin = segment.arrays[tensor.name + tensor.arrays[0].suffix].begin
                 end = min(base + count, last)
                 _lay_over(found[index], _Source(prefix.id, run, begin, base, count, base, end))
-        positions, prefix_id = self._positions(), self.chain[-1].id
-        for extent, live_run in self._extents:
+        live = self.chain[-1].id
+        for index, extent, rows in self._extents:
             first, count = extent.first_row, extent.row_count
-            source = _Source(prefix_id, live_run, 0, first, count, first, first + count)
-            _lay_over(found[positions[extent.tensor]], source)
+            _lay_over(found[index], _Source(live, rows, 0, first, count, first, first + count))
         return found
 
 
