@@ -25,10 +25,10 @@ from pion_client.errors import (
     Unavailable,
 )
 from pion_client.residency import AttendByNamespace, Residency
-from pion_client.values import Lookup
 from pion_grpc.backends import Dense, Fused, Query, Sparse, SparseAuto, SparseAutoFused
 from pion_grpc.backends.reference import attend as reference
 from pion_wire.softmax import merge
+from tests.client.between import Between
 from tests.conftest import ServerProcess
 from tests.server.wire import eventually
 
@@ -212,17 +212,6 @@ def test_what_is_said_of_entries_is_true(client: Client) -> None:
     with pytest.raises(NotStored) as caught:
         client.attend_query("entries", 1, normal("q", 2, 1, 16))
     assert caught.value.reason == "MISSING"
-
-
-class Between(Client):
-    """A client beside which something happens, twice, once it was told what a name means."""
-
-    happens: Iterator[Callable[[], object]] = iter(())
-
-    def lookup(self, namespace: str, **options: Any) -> Lookup:
-        found = super().lookup(namespace, **options)
-        next(self.happens, bool)()
-        return found
 
 
 class ByNamespace(AttendByNamespace):

@@ -1,31 +1,16 @@
 """What others do between two calls of one client."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
-from pion_client import Client
 from pion_client.mlx import HybridRetrievalCache
-from pion_client.values import Lookup
 from pion_grpc.cli.smollm2 import random_llama
+from tests.client.between import Between
 from tests.conftest import ServerProcess
 
 OLD, LONGER, SHORTER = (
     np.random.default_rng(count).integers(0, 512, count).tolist() for count in (100, 150, 70)
 )
-
-
-class Between(Client):
-    """A client beside which something happens, once, when it has looked a name up."""
-
-    happens: Iterator[Callable[[], object]] = iter(())
-
-    def lookup(self, namespace: str, **options: Any) -> Lookup:
-        found = super().lookup(namespace, **options)
-        next(self.happens, bool)()
-        return found
 
 
 @pytest.mark.parametrize("newer", [LONGER, SHORTER], ids=["longer", "shorter"])

@@ -31,7 +31,6 @@ from pion_grpc.errors import (
     OverBudget,
     RowsOutOfRange,
 )
-from pion_grpc.storage.accounts import Accounts
 from pion_wire.blocks import derived_namespace, root_hash
 from pion_wire.layout import DType, Layout, PartInfo, Side, TensorLayout
 from tests.core.support import (
@@ -54,6 +53,7 @@ from tests.core.support import (
     tokens,
     true_rows,
     truth,
+    usage,
     write,
 )
 
@@ -168,8 +168,7 @@ class StoreContract:
         assert not look(store, "p").hit
         assert list(store.directory.segments.iterdir()) == []
         assert store.totals().prefixes == before.prefixes
-        with store.workshop.catalog.read() as transaction:
-            assert Accounts(transaction).usage() == 0
+        assert usage(store) == 0
 
     # -- names
 

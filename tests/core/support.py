@@ -27,6 +27,7 @@ from pion_grpc.core.values import (
     StoreHeader,
     WriteRowsHeader,
 )
+from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files, PowerCut
 from pion_wire.blocks import pack_token_ids
@@ -81,16 +82,30 @@ class Machine:
             store.directory.let_go()
 
 
-class Meanwhile(Files):
-    """Files of a process beside which something happens, once, when it begins the next one."""
+class Interrupted:
+    """A part of a store beside which something happens, once, when it comes to a certain step."""
 
     happens: Callable[[], object] | None = None
 
-    def create(self, path: Path) -> int:
+    def happen(self) -> None:
+        """The step."""
         happens, self.happens = self.happens, None
         if happens is not None:
             happens()
+
+
+class Meanwhile(Interrupted, Files):
+    """Files of a process that is about to begin the next one."""
+
+    def create(self, path: Path) -> int:
+        self.happen()
         return super().create(path)
+
+
+def usage(store: PrefixStore) -> int:
+    """Returns the bytes that are counted for all tenants."""
+    with store.workshop.catalog.read() as transaction:
+        return Accounts(transaction).usage()
 
 
 def power_cut_machine(path: Path) -> Machine:

@@ -12,7 +12,6 @@ from pion_grpc.core.states import RecurrentStates
 from pion_grpc.core.storing import PrefixUpload
 from pion_grpc.core.values import Durability, FetchQuery, MissReason
 from pion_grpc.errors import CannotStart, Corrupt, DiskFull, NotStored, PionError
-from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.files import PowerCut
 from pion_wire.layout import Layout, Side
 from tests.core.support import (
@@ -36,6 +35,7 @@ from tests.core.support import (
     tokens,
     true_rows,
     truth,
+    usage,
     write,
 )
 
@@ -261,8 +261,7 @@ def sweep_of_full_disks(
     assert isinstance(files, PowerCut)
     failed = 0
     step = 1_100
-    with store.workshop.catalog.read() as transaction:
-        before = Accounts(transaction).usage()
+    before = usage(store)
     for room in range(0, 1 << 20, step):
         files.fail_after_bytes = files.written_bytes + room
         try:
@@ -273,10 +272,7 @@ def sweep_of_full_disks(
             files.fail_after_bytes = None
             check_failed()
             store.tick()
-            with store.workshop.catalog.read() as transaction:
-                assert Accounts(transaction).usage() == before, (
-                    f"bytes are lost with room for {room}"
-                )
+            assert usage(store) == before, f"bytes are lost with room for {room}"
             assert stray_files(store) == []
         else:
             files.fail_after_bytes = None
@@ -403,8 +399,7 @@ def test_a_save_on_a_full_disk_leaves_the_rows_where_they_are(
             assert rows_of(store, name) == {0: rows, 1: rows}
             assert stray_files(store) == []
             assert list(store.directory.segments.iterdir()) == []
-            with store.workshop.catalog.read() as transaction:
-                assert Accounts(transaction).usage() == 2 * len(rows)
+            assert usage(store) == 2 * len(rows)
         else:
             files.fail_after_bytes = None
             break
@@ -426,8 +421,7 @@ def test_a_state_on_a_full_disk_leaves_nothing(store: PrefixStore, machine: Mach
             files.fail_after_bytes = None
             store.tick()
             assert list(store.directory.blobs.iterdir()) == []
-            with store.workshop.catalog.read() as transaction:
-                assert Accounts(transaction).usage() == 0
+            assert usage(store) == 0
         else:
             files.fail_after_bytes = None
             break

@@ -2,7 +2,7 @@
 
 import io
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
 
@@ -14,13 +14,11 @@ from pion_grpc.core.declaration import Declaration, LayerSpec
 from pion_grpc.core.exporting import Exports
 from pion_grpc.core.keys import Keys
 from pion_grpc.core.keyspace import Keyspace, Work
-from pion_grpc.core.prefix_store import PrefixStore
 from pion_grpc.core.reading import Reading
 from pion_grpc.core.session_values import SessionInfo
 from pion_grpc.core.sessions import Sessions
 from pion_grpc.core.values import ExportExtent, FetchQuery, WriteRowsHeader
 from pion_grpc.errors import Corrupt
-from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.files import Files, PowerCut
 from pion_grpc.storage.pages import RowFile
@@ -33,6 +31,7 @@ from pion_wire.layout import DType, Side
 from tests.core.support import (
     SMALL,
     TENANT,
+    Interrupted,
     Machine,
     Meanwhile,
     power_cut_machine,
@@ -41,24 +40,13 @@ from tests.core.support import (
     stray_files,
     tokens,
     truth,
+    usage,
     write,
 )
 
 HALVES = Declaration(LayerSpec(8, "fp16"))
 THREE = memoryview(np.ones((3, 8), np.float32)).cast("B")
 """Three rows of a layer of that."""
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(tmp_path / "data")
-    yield machine
-    machine.close()
-
-
-def usage(store: PrefixStore) -> int:
-    with store.workshop.catalog.read() as transaction:
-        return Accounts(transaction).usage()
 
 
 def declared(sessions: Sessions, name: str, layers: int = 1) -> None:
@@ -91,16 +79,12 @@ def test_no_side_goes_for_another_while_somebody_writes_to_its_prefix(machine: M
     assert usage(store) == 0
 
 
-class Between(Sessions):
-    """Sessions of a store in which something happens once a session was looked at."""
-
-    happens: Callable[[], object] | None = None
+class Between(Interrupted, Sessions):
+    """Sessions of which one has just been looked at."""
 
     def info(self, tenant: str, sid: str) -> SessionInfo | None:
         info = super().info(tenant, sid)
-        happens, self.happens = self.happens, None
-        if happens is not None:
-            happens()
+        self.happen()
         return info
 
 
@@ -142,16 +126,12 @@ def test_a_copy_that_two_make_at_once_is_there_for_both(tmp_path: Path) -> None:
     machine.close()
 
 
-class BetweenExports(Exports):
-    """Exports between whose check and whose lease something happens, once."""
-
-    happens: Callable[[], object] | None = None
+class BetweenExports(Interrupted, Exports):
+    """Exports that have just been checked, and are not leased yet."""
 
     def extents(self, reading: Reading) -> Iterator[ExportExtent]:
         yield from super().extents(reading)
-        happens, self.happens = self.happens, None
-        if happens is not None:
-            happens()
+        self.happen()
 
 
 @pytest.mark.parametrize("grown", ["p", "c"])
@@ -267,15 +247,11 @@ def test_counting_that_several_begin_anew_at_once_does_not_fail(machine: Machine
 # -- snapshots of a store
 
 
-class BetweenNames(DataDirectory):
-    """A directory in which something happens, once, when a first file is looked for."""
-
-    happens: Callable[[], object] | None = None
+class BetweenNames(Interrupted, DataDirectory):
+    """A directory in which a first file is about to be looked for."""
 
     def resolve(self, name: str) -> Path:
-        happens, self.happens = self.happens, None
-        if happens is not None:
-            happens()
+        self.happen()
         return super().resolve(name)
 
 

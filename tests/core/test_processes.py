@@ -28,7 +28,6 @@ from pion_grpc.core.values import (
     WriteRowsHeader,
 )
 from pion_grpc.errors import Conflict, Corrupt, Evicted, NotStored
-from pion_grpc.storage.accounts import Accounts
 from pion_grpc.storage.directory import DataDirectory
 from pion_grpc.storage.extents import Extents
 from pion_grpc.storage.transaction import PrefixRow
@@ -53,15 +52,11 @@ from tests.core.support import (
     stray_files,
     tokens,
     truth,
+    usage,
     write,
 )
 
 FULL = tokens(300)
-
-
-def usage(store: PrefixStore) -> int:
-    with store.workshop.catalog.read() as transaction:
-        return Accounts(transaction).usage()
 
 
 # -- two processes
